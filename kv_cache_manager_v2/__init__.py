@@ -1,0 +1,1 @@
+"""KV-cache management for LLM inference engines."""

@@ -1,0 +1,1 @@
+"""What memory, streams and files are made of."""

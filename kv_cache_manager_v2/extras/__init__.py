@@ -1,0 +1,1 @@
+"""Optional adapters, each needing its own extra; never compiled."""

@@ -1,0 +1,1 @@
+"""Pure arithmetic on a configuration: no state, no memory."""

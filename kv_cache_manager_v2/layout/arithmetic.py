@@ -1,0 +1,73 @@
+"""Integer arithmetic that every floor shares.
+
+Rule: sizes and counts are exact ints; no float takes part in a decision about memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kv_cache_manager_v2.errors import ConfigError
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer not below a / b, for b > 0."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """Smallest multiple of b not below a, for b > 0."""
+    return -(-a // b) * b
+
+
+def round_down(a: int, b: int) -> int:
+    """Largest multiple of b not above a, for b > 0."""
+    return a // b * b
+
+
+def exact_div(a: int, b: int) -> int:
+    """a / b, which must leave no rest. Raises ConfigError otherwise."""
+    if b == 0 or a % b != 0:
+        raise ConfigError(f"{a} is not a multiple of {b}")
+    return a // b
+
+
+class HalfOpenRange:
+    """The integers beg, beg+1, ..., end-1; none if end <= beg. All empty ranges are equal.
+
+    Not a tuple: a compiled tuple subclass would lose its own length and truth value.
+    """
+
+    def __init__(self, beg: int, end: int) -> None:
+        self.beg = beg
+        self.end = end
+
+    def __len__(self) -> int:
+        return self.end - self.beg if self.end > self.beg else 0
+
+    def __bool__(self) -> bool:
+        return self.end > self.beg
+
+    def __contains__(self, item: object) -> bool:
+        return isinstance(item, int) and self.beg <= item < self.end
+
+    def __iter__(self) -> Iterator[int]:
+        """Unpacks as (beg, end), as the reference's named tuple does; iterate `range(*r)` for the members."""
+        return iter((self.beg, self.end))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HalfOpenRange):
+            return NotImplemented
+        if not self and not other:
+            return True
+        return self.beg == other.beg and self.end == other.end
+
+    def __hash__(self) -> int:
+        return hash((self.beg, self.end)) if self else hash((0, 0))
+
+    def __repr__(self) -> str:
+        return f"HalfOpenRange({self.beg}, {self.end})"
+
+    def intersect(self, other: HalfOpenRange) -> HalfOpenRange:
+        """The members common to both."""
+        return HalfOpenRange(max(self.beg, other.beg), min(self.end, other.end))

@@ -1,0 +1,177 @@
+"""Life cycles: how long the pages of a kind of layer are needed.
+
+Rule: a life cycle is data. Whatever differs between full attention, sliding windows and recurrent (SSM) state is a method here, so
+that no room above asks which kind it deals with. Ranges are half-open pairs of block ordinals, (b, b) when empty.
+
+History h = tokens whose keys and values are settled; the next step's first query sits at position h, so a window of W tokens needs
+the positions h + 1 - W .. h, of which W - 1 are history.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Final
+
+from kv_cache_manager_v2.ids import LifeCycleId
+from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
+
+NEVER: Final = 1 << 60  # a history length that no sequence reaches
+
+
+class LifeCycle(ABC):
+    """When pages of one group of layers are needed, and what a page of theirs is good for."""
+
+    def __init__(self, index: LifeCycleId, tokens_per_block: int) -> None:
+        self.index = index
+        self.tokens_per_block = tokens_per_block
+
+    @property
+    @abstractmethod
+    def is_attention(self) -> bool:
+        """Whether pages belong to block ordinals (attention) or a request owns one live state (SSM)."""
+
+    @property
+    @abstractmethod
+    def window_size(self) -> int | None:
+        """Window in tokens without the sinks; None if nothing ever falls out of it."""
+
+    @property
+    @abstractmethod
+    def num_sink_blocks(self) -> int:
+        """Leading blocks that never become stale."""
+
+    @abstractmethod
+    def stale(self, history: int) -> tuple[int, int]:
+        """Blocks that no future query can read, once `history` tokens are settled."""
+
+    @abstractmethod
+    def next_stale_change(self, history: int) -> int:
+        """Smallest history above the given one at which `stale` has another answer; NEVER if there is none."""
+
+    @abstractmethod
+    def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
+        """Blocks of a prefill step that nobody reads after the step: stale(capacity - max_rewind) beyond the history."""
+
+    @abstractmethod
+    def usable_tokens(self, coverage: int, tokens: int) -> int:
+        """How many of a block's first `tokens` tokens can be reused from a page with this coverage: attention any prefix of what
+        it covers, SSM exactly its snapshot position or nothing."""
+
+    @abstractmethod
+    def loss_ends_path(self, ordinal: int) -> bool:
+        """Whether losing the page at this ordinal makes every longer sequence through its block unmatchable."""
+
+    @abstractmethod
+    def blocks(self, history: int, capacity: int) -> int:
+        """Pages that one request of this shape keeps live, shared prefix and scratch aside; SSM: 1."""
+
+    @abstractmethod
+    def structural_floor(self, widest_window_blocks: int) -> int:
+        """Pages without which a single request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
+
+    def get_stale_range(self, history_length: int) -> HalfOpenRange:
+        """`stale` as a range object: what custom priority callbacks may ask."""
+        beg, end = self.stale(history_length)
+        return HalfOpenRange(beg, end)
+
+
+class AttentionLifeCycle(LifeCycle):
+    """Full attention (no window), or a sliding window with optional attention sinks.
+
+    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window.
+    """
+
+    def __init__(self, index: LifeCycleId, tokens_per_block: int, window: int | None, sink_blocks: int) -> None:
+        super().__init__(index, tokens_per_block)
+        self._window = window
+        self._sink_blocks = sink_blocks
+
+    @property
+    def is_attention(self) -> bool:
+        return True
+
+    @property
+    def window_size(self) -> int | None:
+        return self._window
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return self._sink_blocks
+
+    def stale(self, history: int) -> tuple[int, int]:
+        beg = min(-(-history // self.tokens_per_block), self._sink_blocks)
+        window = self._window
+        if window is None:
+            return beg, beg
+        end = (history + 1 - window) // self.tokens_per_block
+        return beg, max(beg, end)
+
+    def next_stale_change(self, history: int) -> int:
+        window = self._window
+        if window is None:
+            return NEVER  # the range stays empty: where it is empty does not matter
+        _beg, end = self.stale(history)
+        first = max(end, self._sink_blocks) + 1  # next value of `end` that makes the range longer
+        return max(first * self.tokens_per_block + window - 1, history + 1)
+
+    def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
+        first = -(-history // self.tokens_per_block)
+        if self._window is None:
+            return first, first
+        beg, end = self.stale(max(0, capacity - max_rewind))
+        beg = max(beg, first)
+        end = min(end, -(-capacity // self.tokens_per_block))
+        return (beg, end) if end > beg else (first, first)
+
+    def usable_tokens(self, coverage: int, tokens: int) -> int:
+        return min(coverage, tokens)
+
+    def loss_ends_path(self, ordinal: int) -> bool:
+        return self._window is None or ordinal < self._sink_blocks
+
+    def blocks(self, history: int, capacity: int) -> int:
+        beg, end = self.stale(history)
+        return -(-capacity // self.tokens_per_block) - (end - beg)
+
+    def structural_floor(self, widest_window_blocks: int) -> int:
+        window = self._window
+        if window is None:
+            return max(1, widest_window_blocks)
+        return self._sink_blocks + (window + self.tokens_per_block - 2) // self.tokens_per_block + 1
+
+
+class SsmLifeCycle(LifeCycle):
+    """Recurrent state: one live slot per request, never shared; the tree keeps snapshots, each good at exactly one position."""
+
+    @property
+    def is_attention(self) -> bool:
+        return False
+
+    @property
+    def window_size(self) -> int | None:
+        return None
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return 0
+
+    def stale(self, history: int) -> tuple[int, int]:
+        return 0, history // self.tokens_per_block
+
+    def next_stale_change(self, history: int) -> int:
+        return NEVER  # no page belongs to a block ordinal, so nothing of a request becomes stale
+
+    def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
+        return 0, 0
+
+    def usable_tokens(self, coverage: int, tokens: int) -> int:
+        return coverage if coverage <= tokens else 0
+
+    def loss_ends_path(self, ordinal: int) -> bool:
+        return False
+
+    def blocks(self, history: int, capacity: int) -> int:
+        return 1
+
+    def structural_floor(self, widest_window_blocks: int) -> int:
+        return 1

@@ -1,0 +1,62 @@
+"""The page: one life cycle's slot for one block.
+
+Rule: who needs a page is two counters, nothing else. `locks` counts the running requests that use it, `holds` the suspended ones (and
+matches not yet taken up); LOCKED, HELD and DROPPABLE are read off them. Only `Hierarchy` changes a page's counters, slot and links.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.ids import NO_SLOT, PageStatus, Point, SlotId
+from kv_cache_manager_v2.listener import CachedBlock
+
+
+class PageOwner(CachedBlock):
+    """Who a page belongs to in the reuse tree; storage knows no more of the tree than this."""
+
+    @abstractmethod
+    def page_gone(self, page: Page) -> None:
+        """The page was dropped or its bytes were lost: forget it. Called from a worklist, after all queues are consistent.
+
+        The owner may give further pages back (`Hierarchy.discard`), as when a block's descendants can never match again.
+        """
+
+    @abstractmethod
+    def page_relocated(self, page: Page, source: int, destination: int) -> None:
+        """The page changed its cache level."""
+
+
+@mypyc_attr(acyclic=True)
+class Page:
+    """A slot with an owner, a place in the order of eviction, and the point at which its bytes may be touched."""
+
+    def __init__(self, life_cycle: int, pool_group: int, level: int, slot: SlotId, priority: int, ready: Point) -> None:
+        self.life_cycle = life_cycle
+        self.pool_group = pool_group
+        self.level = level  # cache level on which `slot` lies
+        self.slot = slot  # NO_SLOT once the page is gone
+        self.priority = priority  # 0..100; must not change while queued
+        self.holds = 0
+        self.locks = 0
+        self.ready = ready  # whoever reads or overwrites the bytes waits for this point: last writer, and last finished reader
+        self.coverage = 0  # attention: leading tokens of the block that are valid; SSM: exact position of the snapshot in the block
+        self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
+        self.transfers = 0  # file transfers in flight that carry its bytes: until 0, nobody knows whether they are right
+        self.lost = False  # a transfer failed: the bytes are not what they should be
+        self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
+        self.queued = False
+        self.before: Page | None = None  # neighbours in the eviction queue, while queued
+        self.after: Page | None = None
+
+    def status(self) -> PageStatus:
+        if self.locks > 0:
+            return PageStatus.LOCKED
+        if self.holds > 0:
+            return PageStatus.HELD
+        return PageStatus.DROPPABLE
+
+    def alive(self) -> bool:
+        return self.slot != NO_SLOT
