@@ -67,7 +67,7 @@ class LifeCycle(ABC):
 
     @abstractmethod
     def structural_floor(self, widest_window_blocks: int) -> int:
-        """Pages without which a single request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
+        """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
 
     def get_stale_range(self, history_length: int) -> HalfOpenRange:
         """`stale` as a range object: what custom priority callbacks may ask."""

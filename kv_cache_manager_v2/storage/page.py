@@ -1,7 +1,8 @@
 """The page: one life cycle's slot for one block.
 
-Rule: who needs a page is two counters, nothing else. `locks` counts the running requests that use it, `holds` the suspended ones (and
-matches not yet taken up); LOCKED, HELD and DROPPABLE are read off them. Only `Hierarchy` changes a page's counters, slot and links.
+Rule: who needs a page is two counters, nothing else. `locks` counts the running requests that use it, `holds` the suspended ones
+(and matches not yet taken up); LOCKED, HELD and DROPPABLE are read off them. Only `Hierarchy` changes a page's counters, slot and
+links.
 """
 
 from __future__ import annotations

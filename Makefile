@@ -1,0 +1,99 @@
+# Everything is made from here; every target sets up what it needs in the project's own virtual environment (.venv).
+#
+#   PYTHON=python3.12 make test     which interpreter the environment is made from
+#   WITH_TORCH=1 make test          also install torch (CPU is enough) and run the tests that need it
+#   KVCM_OPT=1 make test-compiled   compile faster; the wheel of `make compile` is meant to be built with 3
+#   PYTEST="-n 0 -k tree -x"        arguments of pytest in place of the default (two workers)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+KVCM_OPT ?= 3
+PYTEST ?= -n 2
+WITH_TORCH ?=
+TORCH := torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STUBS := stubs/kv_cache_manager_v2-stubs
+TYPED := kv_cache_manager_v2 tests setup_mypyc.py $(wildcard examples bench)
+
+# directories too: their time changes when a file in them is removed
+SOURCES := $(shell find kv_cache_manager_v2 stubs -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.pyi' \) -print)
+BUILD_INPUTS := $(SOURCES) pyproject.toml setup_mypyc.py LICENSE README.md
+
+ENV := $(VENV)/stamp $(if $(filter 1,$(WITH_TORCH)),$(VENV)/stamp-torch)
+PURE := build/pure/.stamp
+COMPILED := build/compiled/.stamp-O$(KVCM_OPT)
+
+.PHONY: help
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+.PHONY: test
+test: lint typecheck stubtest test-pure test-compiled  ## lint, types, stubtest, and the suite on both builds
+
+.PHONY: test-pure
+test-pure: $(ENV) $(PURE)  ## the suite on the interpreted build
+	PYTHONPATH=$(CURDIR)/build/pure $(BIN)/pytest --expect-build=pure $(PYTEST)
+
+.PHONY: test-compiled
+test-compiled: $(ENV) $(COMPILED)  ## the suite on the compiled build
+	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
+
+.PHONY: lint
+lint: $(ENV)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: typecheck
+typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools
+	$(BIN)/mypy $(TYPED)
+
+.PHONY: compile
+compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/
+	mkdir -p dist
+	cp build/wheels/compiled/*.whl dist/
+	@ls dist/*.whl
+
+.PHONY: clean
+clean:  ## remove everything that was made, the environment too
+	rm -rf build dist $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment: pip resolves the extras by installing the interpreted package, which then goes again
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/stamp: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install 'setuptools>=77'
+	KVCM_PURE=1 $(PIP) install --no-build-isolation '.[dev,cli]'
+	$(PIP) uninstall --yes kv-cache-manager-v2
+	touch $@
+
+$(VENV)/stamp-torch: $(VENV)/stamp
+	$(PIP) install '$(TORCH)'
+	touch $@
+
+$(VENV)/stamp-cuda: $(VENV)/stamp
+	$(PIP) install 'cuda-bindings>=12.9'
+	touch $@
+
+# --- the builds: each wheel is unpacked into a directory of its own, and tested there
+
+$(PURE): $(BUILD_INPUTS) | $(VENV)/stamp
+	rm -rf build/pure build/wheels/pure
+	KVCM_PURE=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels/pure .
+	$(BIN)/python -m zipfile -e build/wheels/pure/*.whl build/pure
+	touch $@
+
+$(COMPILED): $(BUILD_INPUTS) | $(VENV)/stamp
+	rm -rf build/compiled build/wheels/compiled
+	KVCM_PURE=0 KVCM_OPT=$(KVCM_OPT) $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels/compiled .
+	$(BIN)/python -m zipfile -e build/wheels/compiled/*.whl build/compiled
+	touch $@

@@ -1,0 +1,68 @@
+"""What is in a wheel, and what it does in an environment that has nothing else."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.helpers import ROOT, CleanEnvironment, built_wheel
+
+PACKAGE = "kv_cache_manager_v2"
+INTERPRETED = ("__main__.py", "cli/", "extras/")  # stated again on purpose: moving a module out of the group is a decision
+
+
+@pytest.fixture(scope="module")
+def wheel(tested_build: str) -> Path:
+    return built_wheel(tested_build)
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
+    return CleanEnvironment(tmp_path_factory.mktemp("clean"), wheel)
+
+
+def package_sources() -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py"))
+
+
+def test_wheel_carries_the_sources_the_marker_and_the_stubs(names: list[str]) -> None:
+    """Tracebacks show the sources on both builds, and type checkers find the package typed, by the stubs of its public face."""
+    stubs = ROOT / "stubs" / f"{PACKAGE}-stubs"
+    expected = {f"{PACKAGE}/py.typed", *package_sources()}
+    expected |= {f"{PACKAGE}/{path.relative_to(stubs).as_posix()}" for path in stubs.rglob("*.pyi")}
+    in_package = {name for name in names if name.startswith(f"{PACKAGE}/") and not name.endswith(".so")}
+    assert in_package == expected
+
+
+def test_tag_says_what_the_wheel_holds(wheel: Path, tested_build: str) -> None:
+    """The interpreted wheel installs anywhere; the compiled one only on the interpreter and platform it was compiled for."""
+    assert wheel.name.endswith("-py3-none-any.whl") == (tested_build == "pure")
+
+
+def test_every_module_is_compiled_or_listed_as_interpreted(names: list[str], tested_build: str) -> None:
+    """No module falls out of the compiled group unnoticed, and the interpreted build has no compiled part at all."""
+    compiled = {name.split(".")[0] for name in names if name.endswith(".so")}
+    expected: set[str] = set()
+    if tested_build == "compiled":
+        modules = [name for name in package_sources() if not name.removeprefix(f"{PACKAGE}/").startswith(INTERPRETED)]
+        expected = {name.removesuffix(".py") for name in modules} | {f"{PACKAGE}__mypyc"}
+    assert compiled == expected
+
+
+def test_imports_without_any_extra_and_names_its_build(environment: CleanEnvironment, tested_build: str) -> None:
+    """Neither numpy nor torch nor a CUDA binding is needed, and build_info() tells which build was installed."""
+    printed = environment.run(
+        "import sys, kv_cache_manager_v2.build as build\n"
+        "info = build.build_info()\n"
+        "print(info.version, info.compiled, info.drivers[0], 'numpy' in sys.modules, 'torch' in sys.modules)"
+    )
+    version = built_wheel(tested_build).name.split("-")[1]
+    assert printed.split() == [version, str(tested_build == "compiled"), "emulated", "False", "False"]
