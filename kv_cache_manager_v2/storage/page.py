@@ -7,7 +7,7 @@ links.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 from mypy_extensions import mypyc_attr
 
@@ -61,3 +61,26 @@ class Page:
 
     def alive(self) -> bool:
         return self.slot != NO_SLOT
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PageKeeper(ABC):
+    """What the reuse tree asks of the storage: the three ways in which a page's owner changes. None of them calls an owner back.
+
+    The tree lists a page after `adopt` and has stopped listing it before `orphan` and `discard`; all three are O(1).
+    """
+
+    @abstractmethod
+    def adopt(self, page: Page, owner: PageOwner, coverage: int) -> None:
+        """The page now belongs to the owner and is good for `coverage` tokens of its block; if droppable, it is queued.
+
+        Also called when a page moves from one owner to another.
+        """
+
+    @abstractmethod
+    def orphan(self, page: Page) -> None:
+        """The owner has forgotten a page that something better replaced: it is freed at once, or with its last hold or lock."""
+
+    @abstractmethod
+    def discard(self, page: Page) -> None:
+        """The owner has forgotten a droppable page that can never match again: its slot is freed now, and the drop is counted."""
