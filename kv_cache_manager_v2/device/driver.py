@@ -22,6 +22,7 @@ GATE_PENDING: Final = 0  # the transfer has not finished; streams that wait for 
 GATE_DONE: Final = 1  # finished, all bytes transferred
 GATE_FAILED: Final = 2  # finished with an error or a short count; the gate is open all the same, so no stream hangs
 GATE_TIMED_OUT: Final = 3  # opened by the time limit while the transfer may still run: its memory must not be used again yet
+GATE_LATE: Final = 4  # timed out, and has ended since: its memory may be used again, its bytes must not be trusted
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -152,8 +153,11 @@ class Driver(ABC):
 
     @abstractmethod
     def poll_gate(self, gate: int) -> int:
-        """GATE_PENDING, GATE_DONE, GATE_FAILED or GATE_TIMED_OUT; never blocks. A timed-out gate turns into one of the other
-        two when its transfer really ends."""
+        """GATE_PENDING, GATE_DONE, GATE_FAILED, GATE_TIMED_OUT or GATE_LATE; never blocks.
+
+        A timed-out gate turns into GATE_LATE when its transfer really ends, never into GATE_DONE: what a stream did meanwhile
+        may have read or overwritten the same memory.
+        """
 
     @abstractmethod
     def gate_error(self, gate: int) -> str:
