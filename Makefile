@@ -20,11 +20,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STUBS := stubs/kv_cache_manager_v2-stubs
+STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n'))
+PUBLIC_MODULES := $(subst /,.,$(patsubst %/__init__,%,$(patsubst %.pyi,kv_cache_manager_v2/%,$(STUB_FILES))))
 TYPED := kv_cache_manager_v2 tests setup_mypyc.py $(wildcard examples bench)
 
 # directories too: their time changes when a file in them is removed
 SOURCES := $(shell find kv_cache_manager_v2 stubs -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.pyi' \) -print)
 BUILD_INPUTS := $(SOURCES) pyproject.toml setup_mypyc.py LICENSE README.md
+
+define FIND_GPU
+import sys
+from kv_cache_manager_v2.build import cuda_problem
+print(problem := cuda_problem())
+sys.exit(bool(problem))
+endef
+export FIND_GPU
 
 ENV := $(VENV)/stamp $(if $(filter 1,$(WITH_TORCH)),$(VENV)/stamp-torch)
 PURE := build/pure/.stamp
@@ -53,6 +63,44 @@ lint: $(ENV)  ## ruff: rules and format
 .PHONY: typecheck
 typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools
 	$(BIN)/mypy $(TYPED)
+
+.PHONY: stubtest
+stubtest: $(ENV) $(PURE)  ## the public stubs against the interpreted package, and for themselves
+	PYTHONPATH=build/pure MYPYPATH=build/pure $(BIN)/stubtest --allowlist stubs/stubtest_allowlist.txt $(PUBLIC_MODULES)
+	cd build && MYPYPATH=pure ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
+	    $(addprefix pure/kv_cache_manager_v2/,$(STUB_FILES))
+
+.PHONY: demo
+demo: $(ENV) $(COMPILED)  ## the example: a small model served from our pages, compared to the bit
+	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py
+
+.PHONY: bench
+bench: $(ENV) $(COMPILED)  ## time the public operations on the compiled build
+	PYTHONPATH=build/compiled $(BIN)/python bench
+
+.PHONY: bench-quick
+bench-quick: $(ENV) $(COMPILED)  ## the same with few repetitions: whether it runs, not how fast
+	PYTHONPATH=build/compiled $(BIN)/python bench --quick
+
+.PHONY: test-cuda
+test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real GPU, or a line that says they were skipped
+	@if problem=$$(PYTHONPATH=build/compiled $(BIN)/python -c "$$FIND_GPU"); then \
+	    PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled -m cuda -n 0; \
+	else \
+	    echo "test-cuda: SKIPPED, no CUDA device here: $$problem"; \
+	fi
+
+.PHONY: bench-cuda
+bench-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the benchmark on a real GPU, or a line that says it was skipped
+	@if problem=$$(PYTHONPATH=build/compiled $(BIN)/python -c "$$FIND_GPU"); then \
+	    PYTHONPATH=build/compiled $(BIN)/python bench --device cuda; \
+	else \
+	    echo "bench-cuda: SKIPPED, no CUDA device here: $$problem"; \
+	fi
+
+.PHONY: soak
+soak: $(ENV) $(COMPILED)  ## the properties with random seeds and many examples (tens of minutes)
+	KVCM_HYPOTHESIS=nightly PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
 
 .PHONY: compile
 compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/
