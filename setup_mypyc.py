@@ -55,7 +55,9 @@ def extension_modules(work: Path, opt_level: str) -> list[Any]:
     """Type-check the group and translate it to C under `work`."""
     from mypyc.build import mypycify
 
-    options = ["--config-file=pyproject.toml", f"--cache-dir={work / 'mypy_cache'}", *compiled_modules(Path())]
+    # no site packages: the generated code depends on this tree (stubs/ included) and on mypy alone, not on what is installed
+    options = ["--config-file=pyproject.toml", "--no-site-packages", f"--cache-dir={work / 'mypy_cache'}"]
+    options += compiled_modules(Path())
     return mypycify(options, opt_level=opt_level, debug_level="0", target_dir=str(work / "c"), group_name=PACKAGE)
 
 

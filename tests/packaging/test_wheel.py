@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -66,3 +69,21 @@ def test_imports_without_any_extra_and_names_its_build(environment: CleanEnviron
     )
     version = built_wheel(tested_build).name.split("-")[1]
     assert printed.split() == [version, str(tested_build == "compiled"), "emulated", "False", "False"]
+
+
+def test_type_checkers_see_the_stubs(environment: CleanEnvironment, tmp_path: Path) -> None:
+    """A user's strictly checked program finds the package typed, and by its public stubs where a module has one."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from kv_cache_manager_v2.errors import CuError\n"
+        "code: int = CuError('failed', 2, 'cuInit').error_code\n"
+        "code = CuError('failed', '2')\n"
+    )
+    checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), "--verbose"]
+    command = [*checker, "--python-executable", str(environment.bin / "python"), str(program)]
+    without_path = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(command, cwd=tmp_path, env=without_path, capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert len(errors) == 2, done.stdout  # the argument and the assignment of the last line, and nothing else
+    assert all(line.startswith("program.py:3: error:") for line in errors), done.stdout
+    assert str(environment.site_packages / PACKAGE / "errors.pyi") in done.stderr
