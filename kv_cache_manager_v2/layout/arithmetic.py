@@ -25,6 +25,14 @@ def round_down(a: int, b: int) -> int:
     return a // b * b
 
 
+def round_half_even(a: int, b: int) -> int:
+    """a / b rounded to the nearest integer, halves to the even one, for a >= 0 and b > 0."""
+    quotient, rest = divmod(a, b)
+    if 2 * rest > b or (2 * rest == b and quotient % 2 == 1):
+        quotient += 1
+    return quotient
+
+
 def exact_div(a: int, b: int) -> int:
     """a / b, which must leave no rest. Raises ConfigError otherwise."""
     if b == 0 or a % b != 0:

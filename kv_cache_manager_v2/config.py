@@ -1,0 +1,408 @@
+"""What the user configures: memory tiers, layers and their buffers, and the knobs of the manager.
+
+Rule: a configuration that exists is valid. Each record checks itself on construction, and `validate()` checks again whatever was
+assigned since; both raise `ConfigError` with the field, its value and what would be right. Sizes are bytes, lengths are tokens.
+
+The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, SupportsIndex
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
+
+_PATH: Final = "path"
+_OVERRIDE: Final = "tokens_per_block_override"
+_WINDOW: Final = "sliding_window_size"
+_SINKS: Final = "num_sink_tokens"
+
+
+# The checks read and write fields by name: whatever a user assigned is an `object` until it was checked, also where the compiled
+# build would refuse to read it as the type that it should have.
+
+
+def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
+    """Make the field an int not below `low`; any integer type is accepted (numpy's too), bool is not."""
+    value: object = getattr(record, field)
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigError(f"{field}{owner} is {value!r}; it must be an integer")
+    number = operator.index(value)
+    if number < low:
+        raise ConfigError(f"{field}{owner} is {number}; it must be at least {low}")
+    setattr(record, field, number)
+
+
+def _real(value: object, field: str) -> float:
+    """The value as a float; NaN passes, so that the caller's range check refuses it with its own words."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{field} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _check_real(record: object, field: str) -> float:
+    """Make the field a float, and return it."""
+    number = _real(getattr(record, field), field)
+    setattr(record, field, number)
+    return number
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class CacheTierConfig(ABC):
+    """One level of memory: its kind and how many bytes all pools of the level may take together."""
+
+    quota: int  # bytes
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _check_whole(self, "quota", 1, f" of {type(self).__name__}")
+
+    @property
+    @abstractmethod
+    def tier(self) -> CacheTier:
+        """The kind of memory."""
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class GpuCacheTierConfig(CacheTierConfig):
+    """Device memory. Level 0 is always this tier."""
+
+    @property
+    def tier(self) -> CacheTier:
+        return CacheTier.GPU_MEM
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class HostCacheTierConfig(CacheTierConfig):
+    """Pinned host memory."""
+
+    @property
+    def tier(self) -> CacheTier:
+        return CacheTier.HOST_MEM
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class DiskCacheTierConfig(CacheTierConfig):
+    """Files in one directory; they have no name, so nothing is left behind."""
+
+    path: str  # an existing directory
+
+    def validate(self) -> None:
+        super().validate()
+        path: object = getattr(self, _PATH)
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"path of DiskCacheTierConfig is {path!r}; it must be the path of an existing directory")
+        self.path = str(path)
+        if not os.path.isdir(self.path):
+            raise ConfigError(f"path of DiskCacheTierConfig is {self.path!r}; it must be an existing directory")
+
+    @property
+    def tier(self) -> CacheTier:
+        return CacheTier.DISK
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class BufferConfig:
+    """One buffer of a layer: the bytes that it needs for one block."""
+
+    role: DataRole
+    size: int  # bytes for one block, of the buffer's own length if that is overridden
+    tokens_per_block_override: int | None = (
+        None  # the buffer's kernel uses smaller blocks: so many tokens each; divides tokens_per_block
+    )
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        owner = f" of buffer {self.role!r}"
+        _check_whole(self, "size", 1, owner)
+        if getattr(self, _OVERRIDE) is not None:
+            _check_whole(self, _OVERRIDE, 1, owner)
+
+    def expansion(self, tokens_per_block: int) -> int:
+        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
+        override = self.tokens_per_block_override
+        if override is None:
+            return 1
+        if override < 1 or tokens_per_block % override != 0:
+            raise ConfigError(
+                f"tokens_per_block_override of buffer {self.role!r} is {override}; "
+                f"it must divide tokens_per_block, {tokens_per_block}"
+            )
+        return tokens_per_block // override
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class LayerConfig(ABC):
+    """One layer of the model and its buffers."""
+
+    layer_id: LayerId
+    buffers: Sequence[BufferConfig]
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _check_whole(self, "layer_id", 0)
+        if len(self.buffers) == 0:
+            raise ConfigError(f"layer {self.layer_id} has no buffers; give it at least one")
+        roles: set[str] = set()
+        for buffer in self.buffers:
+            buffer.validate()
+            if buffer.role in roles:
+                raise ConfigError(f"layer {self.layer_id} has two buffers of role {buffer.role!r}; roles must be unique in a layer")
+            roles.add(buffer.role)
+
+    @property
+    @abstractmethod
+    def window_size(self) -> int | None:
+        """Tokens that a query sees, itself included; None: all."""
+
+    @abstractmethod
+    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
+        """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class AttentionLayerConfig(LayerConfig):
+    """A layer of full attention, or of sliding-window attention with optional sinks."""
+
+    sliding_window_size: int | None = None  # tokens that a query sees, itself included, sinks excluded; None: all
+    num_sink_tokens: int | None = None  # first tokens that every query sees; only with a window
+
+    def validate(self) -> None:
+        super().validate()
+        owner = f" of layer {self.layer_id}"
+        if getattr(self, _WINDOW) is not None:
+            _check_whole(self, _WINDOW, 1, owner)
+        if getattr(self, _SINKS) is not None:
+            _check_whole(self, _SINKS, 0, owner)
+            if self.num_sink_tokens != 0 and self.sliding_window_size is None:
+                raise ConfigError(
+                    f"num_sink_tokens of layer {self.layer_id} is {self.num_sink_tokens} without a window; "
+                    "set sliding_window_size, or leave the sinks out: full attention sees every token anyway"
+                )
+
+    @property
+    def window_size(self) -> int | None:
+        return self.sliding_window_size
+
+    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
+        return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // tokens_per_block)
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class SsmLayerConfig(LayerConfig):
+    """A recurrent layer: one state per request, whatever the request's length."""
+
+    def validate(self) -> None:
+        super().validate()
+        for buffer in self.buffers:
+            if buffer.tokens_per_block_override is not None:
+                raise ConfigError(
+                    f"tokens_per_block_override of buffer {buffer.role!r} of SSM layer {self.layer_id} is "
+                    f"{buffer.tokens_per_block_override}; a state does not consist of blocks, leave it out"
+                )
+
+    @property
+    def window_size(self) -> int | None:
+        return None
+
+    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
+        return False, 0, 0
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class KVCacheDesc:
+    """The shape of one request in a batch, in tokens."""
+
+    capacity: int  # history and all inputs of the next step
+    history_length: int  # tokens whose keys and values are settled
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _check_whole(self, "capacity", 0, " of KVCacheDesc")
+        _check_whole(self, "history_length", 0, " of KVCacheDesc")
+        if self.history_length > self.capacity:
+            raise ConfigError(
+                f"KVCacheDesc.history_length is {self.history_length}; it must not exceed the capacity, {self.capacity}"
+            )
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class BatchDesc:
+    """Requests that are to be on the GPU together; they share the first `system_prompt_length` tokens."""
+
+    kv_caches: Sequence[KVCacheDesc]
+    system_prompt_length: int = 0
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _check_whole(self, "system_prompt_length", 0, " of BatchDesc")
+        for desc in self.kv_caches:
+            desc.validate()
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class SwaScratchReuseConfig:
+    """Blocks that leave every window within one prefill step borrow parts of shared slots instead of taking slots of their own."""
+
+    max_rewind_len: int = 0  # tokens at the end of a step that may be taken back (rejected drafts); they never lie in scratch
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _check_whole(self, "max_rewind_len", 0, " of SwaScratchReuseConfig")
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class KVCacheManagerConfig:
+    """Everything that a manager is built from. The manager keeps a deep copy."""
+
+    tokens_per_block: int
+    cache_tiers: Sequence[CacheTierConfig]  # warm to cold; the first is the GPU
+    layers: Sequence[LayerConfig]
+    max_util_for_resume: float = 0.97  # a request is not resumed while a GPU pool group is used beyond this
+    enable_partial_reuse: bool = True  # a match may end inside a block
+    reuse_match_backoff: int = 0  # tokens at the end of a match that are computed again
+    constraints: Sequence[BatchDesc] = ()  # batches that must always fit the GPU
+    typical_step: BatchDesc | None = None  # the batch whose proportions the pools get
+    initial_pool_ratio: Sequence[float] | None = None  # one weight per layer group, in first-seen order of the layers
+    swa_scratch_reuse: SwaScratchReuseConfig | None = None
+    commit_min_snapshot: bool = False  # commit only what reuse at the committed count needs; SSM layers require it
+    enable_stats: bool = True
+    text_only: bool = False  # the caller promises that no token is a digest
+    rebalance_min_sampled_kv_caches: int = 2000  # closed requests before the first adjustment
+    rebalance_cooldown_secs: float = 120.0  # between two adjustments
+    rebalance_target_ratio_update_interval: int = 100  # closed requests between two computations of the target
+    rebalance_ratio_threshold: float = 1.25  # target / current share beyond which an adjustment is due
+    rebalance_moving_average_decay: float = 0.9999  # weight of the past in the averages of lengths
+    block_key_hash: str = "blake3"  # hash of the block keys that the outside sees: "blake3" or "sha256"
+    strict_quota: bool = False  # a quota below its minimum is an error instead of being raised
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @property
+    def enable_swa_scratch_reuse(self) -> bool:
+        return self.swa_scratch_reuse is not None
+
+    def copy(self) -> KVCacheManagerConfig:
+        """A deep copy: nothing is shared with this one."""
+        return copy.deepcopy(self)
+
+    def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
+        """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
+        if tier == CacheTier.GPU_MEM:
+            raise ConfigError("the GPU_MEM tier cannot be left out; pages are used only there")
+        return dataclasses.replace(self.copy(), cache_tiers=[t for t in self.cache_tiers if t.tier != tier]).copy()
+
+    def validate(self) -> None:
+        """Check everything, also what was assigned after construction. Raises ConfigError."""
+        _check_whole(self, "tokens_per_block", 1)
+        self._validate_tiers()
+        self._validate_layers()
+        max_util = _check_real(self, "max_util_for_resume")
+        if not 0.0 < max_util <= 1.0:
+            raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
+        _check_whole(self, "reuse_match_backoff", 0)
+        for batch in self.constraints:
+            batch.validate()
+        if self.typical_step is not None:
+            self.typical_step.validate()
+        if self.swa_scratch_reuse is not None:
+            self.swa_scratch_reuse.validate()
+        self._validate_ratio()
+        self._validate_rebalance()
+        if self.block_key_hash not in ("blake3", "sha256"):
+            raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
+
+    def _validate_tiers(self) -> None:
+        if len(self.cache_tiers) == 0 or self.cache_tiers[0].tier != CacheTier.GPU_MEM:
+            raise ConfigError("cache_tiers must begin with a GpuCacheTierConfig")
+        warmest = CacheTier.GPU_MEM
+        for tier_config in self.cache_tiers:
+            tier_config.validate()
+            if tier_config.tier < warmest:
+                raise ConfigError(
+                    f"cache_tiers has {tier_config.tier.name} behind {warmest.name}; "
+                    "list the tiers from warm to cold: GPU, host, disk"
+                )
+            warmest = tier_config.tier
+
+    def _validate_layers(self) -> None:
+        if len(self.layers) == 0:
+            raise ConfigError("layers is empty; a model has at least one layer")
+        seen: set[int] = set()
+        for layer in self.layers:
+            layer.validate()
+            if layer.layer_id in seen:
+                raise ConfigError(f"layer_id {layer.layer_id} is used twice; layer ids must be unique")
+            seen.add(layer.layer_id)
+            for buffer in layer.buffers:
+                buffer.expansion(self.tokens_per_block)  # refuses an override that does not divide
+            if isinstance(layer, SsmLayerConfig) and not self.commit_min_snapshot:
+                raise ConfigError(
+                    f"commit_min_snapshot is False, but layer {layer.layer_id} is an SSM layer; set commit_min_snapshot=True: "
+                    "a recurrent state is reusable only where a commit left a snapshot of it"
+                )
+
+    def _validate_ratio(self) -> None:
+        ratio = self.initial_pool_ratio
+        if ratio is None:
+            return
+        num_groups = len({layer.group_key(self.tokens_per_block) for layer in self.layers})
+        if len(ratio) != num_groups:
+            raise ConfigError(
+                f"initial_pool_ratio length is {len(ratio)}; it must be {num_groups}, "
+                "one weight for each layer group in first-seen order"
+            )
+        weights = [_real(weight, "initial_pool_ratio value") for weight in ratio]
+        if not all(0.0 < weight < math.inf for weight in weights):
+            raise ConfigError(f"initial_pool_ratio values must be positive, but are {weights}")
+        if abs(sum(weights) - 1.0) > 1e-6:
+            raise ConfigError(f"initial_pool_ratio values must sum to 1.0, but {weights} sum to {sum(weights)}")
+
+    def _validate_rebalance(self) -> None:
+        _check_whole(self, "rebalance_min_sampled_kv_caches", 0)
+        _check_whole(self, "rebalance_target_ratio_update_interval", 1)
+        cooldown = _check_real(self, "rebalance_cooldown_secs")
+        if not 0.0 <= cooldown < math.inf:
+            raise ConfigError(f"rebalance_cooldown_secs is {cooldown}; it must be finite and at least 0")
+        threshold = _check_real(self, "rebalance_ratio_threshold")
+        if not 1.0 < threshold < math.inf:
+            raise ConfigError(f"rebalance_ratio_threshold is {threshold}; it must be finite and above 1")
+        decay = _check_real(self, "rebalance_moving_average_decay")
+        if not 0.0 < decay < 1.0:
+            raise ConfigError(f"rebalance_moving_average_decay is {decay}; it must be between 0 and 1, exclusive")
