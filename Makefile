@@ -110,7 +110,7 @@ compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/
 
 .PHONY: clean
 clean:  ## remove everything that was made, the environment too
-	rm -rf build dist $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf build dist $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: pip resolves the extras by installing the interpreted package, which then goes again
