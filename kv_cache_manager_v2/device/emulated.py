@@ -1,0 +1,485 @@
+"""The emulated device: a `Driver` over host memory, with real asynchronous stream semantics, strict books and ordered faults.
+
+Rule: what a real device would get wrong silently is an error here. Schedules: `eager` runs work as soon as possible on the calling
+thread, `threads` on real threads, `random` in any legal order that the seed decides, a little whenever the driver is called and
+wholly on `synchronize()`; with `random`, a missing wait shows as wrong bytes under some seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import memmove
+from typing import Final
+
+from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
+from kv_cache_manager_v2.device.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultOrder, FaultPlan
+from kv_cache_manager_v2.device.memory import AddressSpace, read_memory, write_memory
+from kv_cache_manager_v2.device.schedule import (
+    CallOperation,
+    CopyOperation,
+    EagerSchedule,
+    EmulatedGate,
+    EmulatedTransfer,
+    Event,
+    EventWait,
+    HoldOperation,
+    RandomSchedule,
+    Schedule,
+    StreamQueue,
+    Tally,
+    TransferStart,
+    TransferWait,
+)
+from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S
+from kv_cache_manager_v2.device.workers import ThreadSchedule
+from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
+from kv_cache_manager_v2.ids import Stream
+
+GRANULARITY: Final = 2 << 20  # bytes; as on the devices that this one stands for
+DEFAULT_STREAM: Final = Stream(0)
+DEFAULT_TIMEOUT_CALLS: Final = 1000
+INJECTED_ERROR_CODE: Final = 999  # "unknown error" in the numbering of the device's driver
+
+_SCHEDULES: Final = ("eager", "threads", "random")
+
+
+class EmulatedDriver(Driver):
+    """A device whose memory is host memory. Stream 0 always exists.
+
+    `transfer_timeout`: after how long a file transfer's gate opens as timed out: a number of driver calls on `eager` and `random`,
+    seconds on `threads`. `stall_timeout_s`: on `threads`, how long a waiting call watches nothing move before it raises.
+    """
+
+    def __init__(
+        self,
+        schedule: str = "eager",
+        seed: int = 0,
+        transfer_timeout: float | None = None,
+        stall_timeout_s: float = 30.0,
+        io_threads: int = DEFAULT_IO_THREADS,
+    ) -> None:
+        if schedule not in _SCHEDULES:
+            raise ConfigError(f"schedule={schedule!r}: must be one of {', '.join(_SCHEDULES)}")
+        if transfer_timeout is not None and not transfer_timeout > 0:
+            raise ConfigError(f"transfer_timeout={transfer_timeout}: must be positive")
+        self.schedule_name = schedule
+        self.seed = seed
+        self._tally = Tally()
+        self._schedule: Schedule
+        if schedule == "threads":
+            timeout_s = DEFAULT_TIMEOUT_S if transfer_timeout is None else float(transfer_timeout)
+            self._schedule = ThreadSchedule(self._tally, timeout_s, stall_timeout_s, io_threads)
+        else:
+            calls = DEFAULT_TIMEOUT_CALLS if transfer_timeout is None else int(transfer_timeout)
+            if schedule == "eager":
+                self._schedule = EagerSchedule(self._tally, calls)
+            else:
+                self._schedule = RandomSchedule(self._tally, calls, seed)
+        self._space = AddressSpace(GRANULARITY)
+        self._failures = FaultPlan(CALLS)
+        self._hangs = FaultPlan(FILE_CALLS)
+        self._hang_gates: list[tuple[FaultOrder, EmulatedGate]] = []  # (order, what lets its transfers go)
+        self._queues: dict[int, StreamQueue] = {}  # by stream handle; handles are never used twice
+        self._events: dict[int, Event] = {}  # by event handle; never used twice
+        self._transfers: dict[int, EmulatedTransfer] = {}  # by gate handle; never used twice
+        self._handles = 0  # the last handle given out
+        self._closed = False
+        self._queues[DEFAULT_STREAM] = StreamQueue(DEFAULT_STREAM)
+        self._schedule.adopt(self._queues[DEFAULT_STREAM])
+
+    def describe(self) -> str:
+        how = f"random (seed {self.seed})" if self.schedule_name == "random" else self.schedule_name
+        return f"emulated device over host memory, schedule {how}"
+
+    # --- faults and gates, for tests
+
+    def fail(self, call: str, nth: int = 1, times: int | None = 1, effect: str = EFFECT_ERROR) -> None:
+        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
+
+        A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
+        A file transfer is accepted and ends with an error at its gate: EIO, or a short count with effect="short".
+        """
+        self._failures.order(call, nth, times, effect)
+
+    def hang(self, call: str, nth: int = 1, times: int | None = 1) -> EmulatedGate:
+        """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
+        order = self._hangs.order(call, nth, times, EFFECT_ERROR)
+        gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
+        self._hang_gates.append((order, gate))
+        return gate
+
+    def heal(self) -> None:
+        """Forget all ordered faults; what hangs already still hangs."""
+        self._failures.clear()
+        self._hangs.clear()
+
+    def gate(self, stream: Stream = DEFAULT_STREAM) -> EmulatedGate:
+        """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
+        self._advance()
+        queue = self._queue("gate", stream)
+        self._handles += 1
+        gate = EmulatedGate(f"gate {self._handles} on stream {stream}", self._schedule)
+        self._schedule.submit(queue, HoldOperation(gate))
+        return gate
+
+    def _fail(self, call: str) -> None:
+        """Count the call; raise if it was ordered to fail."""
+        if self._failures.next(call) is None:
+            return
+        text = f"{call}: injected failure"
+        if call == "reserve" or call == "create_chunk":
+            raise OutOfMemoryError(text)
+        if call == "host_register":
+            raise HostRegistrationError(text)
+        raise CuError(text, INJECTED_ERROR_CODE, call)
+
+    def _advance(self) -> None:
+        """What every call does first when something is pending."""
+        if self._schedule.busy:
+            self._schedule.advance()
+
+    def _begin(self, call: str) -> None:
+        if self._schedule.busy:
+            self._schedule.advance()
+        if self._failures.armed:
+            self._fail(call)
+        if self._closed:
+            raise LogicError(f"{call}: the device is closed")
+
+    def _queue(self, call: str, stream: int) -> StreamQueue:
+        queue = self._queues.get(stream)
+        if queue is None:
+            raise LogicError(
+                f"{call}: no stream {stream}: never created, or destroyed" + (", the device is closed" if self._closed else "")
+            )
+        return queue
+
+    def _event(self, call: str, event: int) -> Event:
+        found = self._events.get(event)
+        if found is None:
+            raise LogicError(f"{call}: no event {event}: never created, or destroyed")
+        return found
+
+    def _transfer(self, call: str, gate: int) -> EmulatedTransfer:
+        found = self._transfers.get(gate)
+        if found is None:
+            raise LogicError(f"{call}: no gate {gate}: never returned by a file transfer, or released")
+        return found
+
+    # --- device and host memory
+
+    def granularity(self) -> int:
+        return GRANULARITY
+
+    def reserve(self, nbytes: int) -> int:
+        self._begin("reserve")
+        return self._space.reserve(nbytes)
+
+    def release_reservation(self, address: int, nbytes: int) -> None:
+        self._advance()
+        self._space.release_reservation(address, nbytes)
+
+    def create_chunk(self, nbytes: int) -> int:
+        self._begin("create_chunk")
+        return self._space.create_chunk(nbytes)
+
+    def destroy_chunk(self, chunk: int) -> None:
+        self._advance()
+        self._space.destroy_chunk(chunk)
+
+    def map_chunk(self, address: int, nbytes: int, chunk: int) -> None:
+        self._begin("map_chunk")
+        self._space.map_chunk(address, nbytes, chunk)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._advance()
+        self._space.unmap(address, nbytes)
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        self._begin("set_access")
+        self._space.set_access(address, nbytes)
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self._begin("host_register")
+        self._space.host_register(address, nbytes)
+
+    def host_unregister(self, address: int, nbytes: int) -> None:
+        self._advance()
+        self._space.host_unregister(address, nbytes)
+
+    def read_bytes(self, address: int, nbytes: int) -> bytes:
+        """The bytes of device or registered host memory as they are now, whatever is still queued."""
+        if nbytes == 0:
+            return b""
+        self._space.check_copy("read_bytes", "source", address, nbytes)
+        return read_memory(address, nbytes)
+
+    def write_bytes(self, address: int, data: bytes) -> None:
+        """Overwrite device or registered host memory now, whatever is still queued."""
+        if data:
+            self._space.check_copy("write_bytes", "destination", address, len(data))
+            write_memory(address, data)
+
+    # --- streams and events
+
+    def create_stream(self) -> Stream:
+        self._begin("create_stream")
+        self._handles += 1
+        queue = StreamQueue(self._handles)
+        self._queues[self._handles] = queue
+        self._schedule.adopt(queue)
+        return Stream(self._handles)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        self._advance()
+        queue = self._queue("destroy_stream", stream)
+        if stream == DEFAULT_STREAM:
+            raise LogicError("destroy_stream: stream 0 is the default stream, which always exists")
+        del self._queues[stream]
+        self._schedule.retire(queue)
+
+    def create_event(self) -> int:
+        self._begin("create_event")
+        self._handles += 1
+        self._events[self._handles] = Event()
+        return self._handles
+
+    def destroy_event(self, event: int) -> None:
+        self._advance()
+        self._event("destroy_event", event)
+        del self._events[event]
+
+    def record_event(self, event: int, stream: Stream) -> None:
+        if self._schedule.busy or self._failures.armed:
+            self._begin("record_event")
+        found = self._event("record_event", event)
+        queue = self._queue("record_event", stream)
+        found.queue = queue
+        found.target = queue.submitted
+
+    def wait_event(self, stream: Stream, event: int) -> None:
+        if self._schedule.busy or self._failures.armed:
+            self._begin("wait_event")
+        found = self._event("wait_event", event)
+        queue = self._queue("wait_event", stream)
+        other = found.queue
+        if other is not None and other is not queue and other.finished < found.target:
+            self._schedule.submit(queue, EventWait(other, found.target))
+
+    def query_event(self, event: int) -> bool:
+        if self._schedule.busy or self._failures.armed:
+            self._begin("query_event")
+        return self._event("query_event", event).complete()
+
+    def synchronize_event(self, event: int) -> None:
+        self._begin("synchronize_event")
+        found = self._event("synchronize_event", event)
+        if not found.complete():
+            self._schedule.finish(found)
+
+    def synchronize(self) -> None:
+        """Run everything that is queued, file transfers included, one that has timed out excepted.
+
+        LogicError naming the streams and gates if that can never be: a gate of the test is closed.
+        """
+        self._begin("synchronize")
+        self._schedule.finish(None)
+
+    # --- work
+
+    def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None:
+        if self._schedule.busy or self._failures.armed:
+            self._begin("copy")
+        queue = self._queue("copy", stream)
+        if nbytes <= 0:
+            self._check_size("copy", nbytes)
+            return
+        self._space.check_copy("copy", "destination", destination, nbytes)
+        self._space.check_copy("copy", "source", source, nbytes)
+        if queue.direct:
+            memmove(destination, source, nbytes)
+            self._tally.copies += 1
+            self._tally.copied_bytes += nbytes
+        else:
+            self._schedule.submit(queue, CopyOperation(self._space, self._tally, [destination], [source], nbytes))
+
+    def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None:
+        if self._schedule.busy or self._failures.armed:
+            self._begin("copy_batch")
+        queue = self._queue("copy_batch", stream)
+        count = len(destinations)
+        if len(sources) != count:
+            raise LogicError(f"copy_batch: {count} destinations but {len(sources)} sources")
+        if count == 0 or nbytes <= 0:
+            self._check_size("copy_batch", nbytes)
+            return
+        self._space.check_batch("copy_batch", "destination", destinations, nbytes)
+        self._space.check_batch("copy_batch", "source", sources, nbytes)
+        if queue.direct:
+            for i in range(count):
+                memmove(destinations[i], sources[i], nbytes)
+            self._tally.copies += count
+            self._tally.copied_bytes += count * nbytes
+        else:
+            operation = CopyOperation(self._space, self._tally, destinations.copy(), sources.copy(), nbytes)
+            self._schedule.submit(queue, operation)
+
+    def _check_size(self, call: str, nbytes: int) -> None:
+        if nbytes < 0:
+            raise LogicError(f"{call}: a negative size, {nbytes} bytes")
+
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
+        self._begin("launch")
+        queue = self._queue("launch", stream)
+        if queue.direct:
+            function()
+        else:
+            self._schedule.submit(queue, CallOperation(function))
+
+    # --- files
+
+    def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
+        return self._transfer_file("read_file", stream, fd, offset, address, nbytes, False)
+
+    def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
+        return self._transfer_file("write_file", stream, fd, offset, address, nbytes, True)
+
+    def _transfer_file(self, call: str, stream: Stream, fd: int, offset: int, address: int, nbytes: int, writes: bool) -> int:
+        self._advance()
+        queue = self._queue(call, stream)
+        self._check_size(call, nbytes)
+        if fd < 0 or offset < 0:
+            raise LogicError(f"{call}: file descriptor {fd} and offset {offset} must not be negative")
+        if nbytes > 0:
+            self._space.check_host(call, address, nbytes)
+        transfer = self._schedule.new_transfer(fd, offset, address, nbytes, writes, self._space)
+        if self._failures.armed:
+            order = self._failures.next(call)
+            transfer.broken = order is not None and order.effect == EFFECT_ERROR
+            transfer.short = order is not None and order.effect == EFFECT_SHORT
+        if self._hangs.armed:
+            hanging = self._hangs.next(call)
+            for known, gate in self._hang_gates:
+                if known is hanging:
+                    transfer.hold = gate
+        self._handles += 1
+        self._transfers[self._handles] = transfer
+        gate_handle = self._handles
+        if queue.direct:
+            self._schedule.start(transfer)
+            self._schedule.advance()
+        else:
+            self._schedule.submit(queue, TransferStart(self._schedule, transfer))
+        return gate_handle
+
+    def wait_gate(self, stream: Stream, gate: int) -> None:
+        self._begin("wait_gate")
+        transfer = self._transfer("wait_gate", gate)
+        queue = self._queue("wait_gate", stream)
+        if transfer.state == GATE_PENDING or not queue.direct:
+            self._schedule.submit(queue, TransferWait(transfer))
+
+    def poll_gate(self, gate: int) -> int:
+        self._advance()
+        return self._transfer("poll_gate", gate).state
+
+    def gate_error(self, gate: int) -> str:
+        return self._transfer("gate_error", gate).error
+
+    def release_gate(self, gate: int) -> None:
+        self._advance()
+        transfer = self._transfer("release_gate", gate)
+        if transfer.state == GATE_PENDING:
+            raise LogicError(f"release_gate: gate {gate} is still closed: {transfer.describe()}")
+        if transfer.awaited():
+            raise LogicError(f"release_gate: queued work still waits for gate {gate}: {transfer.describe()}")
+        del self._transfers[gate]
+
+    # --- the books
+
+    @property
+    def copies_made(self) -> int:
+        return self._tally.copies
+
+    @property
+    def bytes_copied(self) -> int:
+        return self._tally.copied_bytes
+
+    @property
+    def transfers_made(self) -> int:
+        return self._tally.transfers
+
+    @property
+    def bytes_transferred(self) -> int:
+        return self._tally.transferred_bytes
+
+    @property
+    def events_live(self) -> int:
+        return len(self._events)
+
+    @property
+    def streams_live(self) -> int:
+        """Streams of `create_stream`: the default stream is not counted."""
+        return len(self._queues) - (1 if DEFAULT_STREAM in self._queues else 0)
+
+    @property
+    def gates_live(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def chunks_live(self) -> int:
+        return len(self._space.chunks)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._space.mapped_bytes
+
+    @property
+    def registered_bytes(self) -> int:
+        return sum(self._space.host_ranges.values())
+
+    @property
+    def registered_ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of every registered host range, in ascending order."""
+        return sorted(self._space.host_ranges.items())
+
+    def idle(self) -> bool:
+        """Whether nothing is queued and every gate of a transfer is open; runs nothing."""
+        return self._schedule.idle()
+
+    def leaks(self) -> list[str]:
+        """What has been taken and not given back, one text each."""
+        found = self._space.leaks()
+        found += [f"stream {handle}" for handle in self._queues if handle != DEFAULT_STREAM]
+        found += [f"event {handle}" for handle in self._events]
+        found += [f"gate {handle} of the {transfer.describe()}" for handle, transfer in self._transfers.items()]
+        return found
+
+    def check_invariants(self) -> None:
+        self._space.check_invariants()
+        for handle, queue in self._queues.items():
+            assert queue.handle == handle
+            assert not queue.retired
+            assert queue.finished + len(queue.pending) == queue.submitted
+            assert not (queue.direct and queue.pending)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        stuck = ""
+        try:
+            self._schedule.finish(None)
+        except LogicError as error:
+            stuck = str(error)
+        self._closed = True
+        self._schedule.close()
+        found = self.leaks()
+        self._space.clear()
+        self._queues = {}
+        self._events = {}
+        self._transfers = {}
+        if stuck:
+            raise LogicError(f"the device was closed with work that cannot finish: {stuck}")
+        if found:
+            more = f" and {len(found) - 16} more" if len(found) > 16 else ""
+            raise LogicError(f"the device was closed while {len(found)} things were not given back: {'; '.join(found[:16])}{more}")

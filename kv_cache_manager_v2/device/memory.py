@@ -1,0 +1,350 @@
+"""The emulated device's address space: reservations, chunks, mappings and registered host ranges, with strict books.
+
+Rule: a byte may be touched by device work only while it lies in a mapped chunk with access, or in a registered host range;
+anything else is an error that names the address and whose it is. A guard page behind each reservation keeps two owners' ranges
+from touching.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections import deque
+from typing import Final
+
+from kv_cache_manager_v2.device.os_memory import (
+    PAGE_BYTES,
+    allow_access,
+    clear_range,
+    format_bytes,
+    reserve_range,
+    round_up,
+    unmap_range,
+)
+from kv_cache_manager_v2.errors import LogicError
+
+_REMEMBERED: Final = 64  # how many ranges that were given back are remembered, for error texts only
+
+
+class RangeSet:
+    """Disjoint half-open ranges of addresses; touching ranges are one. Lookup O(log n), change O(n), n being few.
+
+    The two lists are replaced, never edited, so that a reader on another thread sees one state or the other.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: tuple[list[int], list[int]] = ([], [])  # begins and ends, ascending
+
+    def covers(self, begin: int, end: int) -> bool:
+        """Whether all of [begin, end) lies in one range."""
+        begins, ends = self.ranges
+        i = bisect_right(begins, begin) - 1
+        return i >= 0 and end <= ends[i]
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether any byte of [begin, end) lies in a range."""
+        begins, ends = self.ranges
+        i = bisect_left(begins, end) - 1
+        return i >= 0 and ends[i] > begin
+
+    def add(self, begin: int, end: int) -> None:
+        """Add a range that touches none of the bytes already here."""
+        assert begin < end
+        assert not self.touches(begin, end)
+        begins = self.ranges[0].copy()
+        ends = self.ranges[1].copy()
+        i = bisect_left(begins, begin)
+        if i < len(begins) and begins[i] == end:
+            end = ends[i]
+            del begins[i], ends[i]
+        if i > 0 and ends[i - 1] == begin:
+            ends[i - 1] = end
+        else:
+            begins.insert(i, begin)
+            ends.insert(i, end)
+        self.ranges = (begins, ends)
+
+    def remove(self, begin: int, end: int) -> None:
+        """Take a range out that is wholly in here."""
+        assert begin < end
+        assert self.covers(begin, end)
+        begins = self.ranges[0].copy()
+        ends = self.ranges[1].copy()
+        i = bisect_right(begins, begin) - 1
+        old_begin, old_end = begins[i], ends[i]
+        del begins[i], ends[i]
+        if end < old_end:
+            begins.insert(i, end)
+            ends.insert(i, old_end)
+        if old_begin < begin:
+            begins.insert(i, old_begin)
+            ends.insert(i, begin)
+        self.ranges = (begins, ends)
+
+    def check_invariants(self) -> None:
+        begins, ends = self.ranges
+        assert len(begins) == len(ends)
+        for i in range(len(begins)):
+            assert begins[i] < ends[i], self.ranges
+            assert i == 0 or ends[i - 1] < begins[i], self.ranges
+
+
+class _Reservation:
+    """One reserved address range."""
+
+    def __init__(self, number: int, address: int, nbytes: int) -> None:
+        self.number = number  # counts up, so that an error text tells one from its successor at the same address
+        self.address = address
+        self.nbytes = nbytes
+        self.mapped = 0  # bytes in mapped chunks
+
+
+class _Mapping:
+    """One chunk mapped at one address."""
+
+    def __init__(self, address: int, nbytes: int, chunk: int, owner: _Reservation) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.chunk = chunk
+        self.owner = owner
+        self.accessible = False
+
+
+class AddressSpace:
+    """All memory that the emulated device knows. Errors leave everything as it was."""
+
+    def __init__(self, granularity: int) -> None:
+        self.granularity = granularity
+        self.usable = RangeSet()  # what a copy may touch: accessible device memory and registered host memory
+        self.registered = RangeSet()  # what a file transfer may touch: registered host memory only
+        self.chunks: dict[int, int] = {}  # handle -> bytes
+        self.host_ranges: dict[int, int] = {}  # address -> bytes
+        self._reservations: dict[int, _Reservation] = {}  # by address
+        self._mappings: dict[int, _Mapping] = {}  # by address
+        self._mapped_chunks: dict[int, int] = {}  # chunk -> address of its mapping
+        self._mapped = RangeSet()  # all mapped chunks, accessible or not
+        self._count = 0  # numbers for reservations and chunks
+        self._past: deque[tuple[int, int, str]] = deque(maxlen=_REMEMBERED)  # (begin, end, what it was)
+
+    # --- reservations and chunks
+
+    def reserve(self, nbytes: int) -> int:
+        if nbytes <= 0 or nbytes % self.granularity:
+            raise LogicError(f"reserve: {nbytes} bytes is not a positive multiple of the granularity {self.granularity}")
+        span = nbytes + self.granularity + PAGE_BYTES
+        raw = reserve_range(span)
+        address = round_up(raw, self.granularity)  # aligned as on a device; the trimmed head and the rest of the tail go back
+        if address > raw:
+            unmap_range(raw, address - raw)
+        end = address + nbytes + PAGE_BYTES
+        if raw + span > end:
+            unmap_range(end, raw + span - end)
+        self._count += 1
+        self._reservations[address] = _Reservation(self._count, address, nbytes)
+        return address
+
+    def release_reservation(self, address: int, nbytes: int) -> None:
+        found = self._reservations.get(address)
+        if found is None or found.nbytes != nbytes:
+            raise LogicError(
+                f"release_reservation: {self.name_range(address, nbytes)} is not a reservation; {self.locate(address)}"
+            )
+        if found.mapped:
+            raise LogicError(f"release_reservation: {format_bytes(found.mapped)} still mapped in {self._name(found)}")
+        del self._reservations[address]
+        unmap_range(address, nbytes + PAGE_BYTES)
+        self._past.append((address, address + nbytes, f"freed reservation #{found.number}"))
+
+    def create_chunk(self, nbytes: int) -> int:
+        if nbytes <= 0 or nbytes % self.granularity:
+            raise LogicError(f"create_chunk: {nbytes} bytes is not a positive multiple of the granularity {self.granularity}")
+        self._count += 1
+        self.chunks[self._count] = nbytes
+        return self._count
+
+    def destroy_chunk(self, chunk: int) -> None:
+        if chunk not in self.chunks:
+            raise LogicError(f"destroy_chunk: no chunk {chunk}: never created or destroyed already")
+        if chunk in self._mapped_chunks:
+            raise LogicError(f"destroy_chunk: chunk {chunk} is still mapped at {self._mapped_chunks[chunk]:#x}")
+        del self.chunks[chunk]
+
+    def map_chunk(self, address: int, nbytes: int, chunk: int) -> None:
+        if self.chunks.get(chunk, 0) != nbytes:
+            raise LogicError(f"map_chunk: chunk {chunk} has {self.chunks.get(chunk, 0)} bytes, not {nbytes}")
+        if chunk in self._mapped_chunks:
+            raise LogicError(f"map_chunk: chunk {chunk} is mapped already, at {self._mapped_chunks[chunk]:#x}")
+        owner = self._reservation_of(address, nbytes)
+        if owner is None or address % self.granularity:
+            raise LogicError(
+                f"map_chunk: {self.name_range(address, nbytes)} is not an aligned part of a reservation; {self.locate(address)}"
+            )
+        if self._mapped.touches(address, address + nbytes):
+            raise LogicError(f"map_chunk: {self.name_range(address, nbytes)} is mapped already; {self.locate(address)}")
+        self._mapped.add(address, address + nbytes)
+        self._mappings[address] = _Mapping(address, nbytes, chunk, owner)
+        self._mapped_chunks[chunk] = address
+        owner.mapped += nbytes
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        mapping = self._mapping_at("unmap", address, nbytes)
+        clear_range(address, nbytes)
+        if mapping.accessible:
+            self.usable.remove(address, address + nbytes)
+        self._mapped.remove(address, address + nbytes)
+        del self._mappings[address]
+        del self._mapped_chunks[mapping.chunk]
+        mapping.owner.mapped -= nbytes
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        mapping = self._mapping_at("set_access", address, nbytes)
+        if mapping.accessible:
+            return
+        allow_access(address, nbytes)
+        mapping.accessible = True
+        self.usable.add(address, address + nbytes)
+
+    def _mapping_at(self, call: str, address: int, nbytes: int) -> _Mapping:
+        mapping = self._mappings.get(address)
+        if mapping is None or mapping.nbytes != nbytes:
+            raise LogicError(f"{call}: {self.name_range(address, nbytes)} is not exactly one mapped chunk; {self.locate(address)}")
+        return mapping
+
+    # --- host memory
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        if nbytes <= 0 or address <= 0:
+            raise LogicError(f"host_register: {self.name_range(address, nbytes)} is not a range of memory")
+        if self.registered.touches(address, address + nbytes):
+            raise LogicError(f"host_register: {self.name_range(address, nbytes)} is registered already; {self.locate(address)}")
+        for reservation in self._reservations.values():
+            if reservation.address < address + nbytes and address < reservation.address + reservation.nbytes:
+                raise LogicError(
+                    f"host_register: {self.name_range(address, nbytes)} is device memory, of {self._name(reservation)}"
+                )
+        self.registered.add(address, address + nbytes)
+        self.usable.add(address, address + nbytes)
+        self.host_ranges[address] = nbytes
+
+    def host_unregister(self, address: int, nbytes: int) -> None:
+        if self.host_ranges.get(address, 0) != nbytes:
+            raise LogicError(
+                f"host_unregister: {self.name_range(address, nbytes)} is not a registered range; {self.locate(address)}"
+            )
+        del self.host_ranges[address]
+        self.registered.remove(address, address + nbytes)
+        self.usable.remove(address, address + nbytes)
+        self._past.append((address, address + nbytes, "unregistered host range"))
+
+    # --- checks
+
+    def check_copy(self, call: str, role: str, address: int, nbytes: int) -> None:
+        """Raise unless device work may touch the range."""
+        if not self.usable.covers(address, address + nbytes):
+            raise LogicError(
+                f"{call}: {role} {self.name_range(address, nbytes)} is not mapped, accessible memory nor registered host memory; "
+                f"{self.locate(address)}"
+            )
+
+    def check_batch(self, call: str, role: str, addresses: list[int], nbytes: int) -> None:
+        """As `check_copy` for many ranges of one size; one lookup when all of them lie in one range."""
+        if self.usable.covers(min(addresses), max(addresses) + nbytes):
+            return
+        for address in addresses:
+            self.check_copy(call, role, address, nbytes)
+
+    def check_host(self, call: str, address: int, nbytes: int) -> None:
+        """Raise unless the range is registered host memory."""
+        if not self.registered.covers(address, address + nbytes):
+            raise LogicError(f"{call}: {self.name_range(address, nbytes)} is not registered host memory; {self.locate(address)}")
+
+    # --- texts
+
+    def name_range(self, address: int, nbytes: int) -> str:
+        return f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
+
+    def _name(self, reservation: _Reservation) -> str:
+        begin, end = reservation.address, reservation.address + reservation.nbytes
+        return (
+            f"device reservation #{reservation.number} [{begin:#x}, {end:#x}), "
+            f"{format_bytes(reservation.mapped)} of {format_bytes(reservation.nbytes)} mapped"
+        )
+
+    def _reservation_of(self, address: int, nbytes: int) -> _Reservation | None:
+        for reservation in self._reservations.values():
+            if reservation.address <= address and address + nbytes <= reservation.address + reservation.nbytes:
+                return reservation
+        return None
+
+    def locate(self, address: int) -> str:
+        """Whose address this is, or was."""
+        owner = self._reservation_of(address, 1)
+        if owner is not None:
+            return f"{address:#x} belongs to {self._name(owner)}"
+        for begin, nbytes in self.host_ranges.items():
+            if begin <= address < begin + nbytes:
+                return f"{address:#x} belongs to host range {self.name_range(begin, nbytes)}"
+        for begin, end, what in reversed(self._past):
+            if begin <= address < end:
+                return f"{address:#x} belonged to a {what} [{begin:#x}, {end:#x})"
+        return f"{address:#x} belongs to nothing known"
+
+    # --- the end
+
+    @property
+    def mapped_bytes(self) -> int:
+        total = 0
+        for reservation in self._reservations.values():
+            total += reservation.mapped
+        return total
+
+    def leaks(self) -> list[str]:
+        """What has not been given back, one text each."""
+        found = [f"mapping {self.name_range(m.address, m.nbytes)} of chunk {m.chunk}" for m in self._mappings.values()]
+        found += [self._name(r) for r in self._reservations.values()]
+        found += [f"chunk {chunk} of {nbytes} bytes" for chunk, nbytes in self.chunks.items()]
+        found += [f"registered host range {self.name_range(a, n)}" for a, n in self.host_ranges.items()]
+        return found
+
+    def clear(self) -> None:
+        """Give everything back to the operating system; registered host memory is its owner's."""
+        for reservation in self._reservations.values():
+            unmap_range(reservation.address, reservation.nbytes + PAGE_BYTES)
+        self._reservations = {}
+        self._mappings = {}
+        self._mapped_chunks = {}
+        self._mapped = RangeSet()
+        self.chunks = {}
+        self.host_ranges = {}
+        self.usable = RangeSet()
+        self.registered = RangeSet()
+
+    def check_invariants(self) -> None:
+        self.usable.check_invariants()
+        self.registered.check_invariants()
+        self._mapped.check_invariants()
+        mapped: dict[int, int] = {}
+        for address, mapping in self._mappings.items():
+            assert address == mapping.address
+            assert self._mapped_chunks[mapping.chunk] == address
+            assert self.chunks[mapping.chunk] == mapping.nbytes
+            assert mapping.accessible == self.usable.touches(address, address + mapping.nbytes)
+            assert self._mapped.covers(address, address + mapping.nbytes)
+            assert self._reservation_of(address, mapping.nbytes) is mapping.owner
+            mapped[mapping.owner.address] = mapped.get(mapping.owner.address, 0) + mapping.nbytes
+        assert len(self._mapped_chunks) == len(self._mappings)
+        for address, reservation in self._reservations.items():
+            assert reservation.mapped == mapped.get(address, 0)
+        for address, nbytes in self.host_ranges.items():
+            assert self.registered.covers(address, address + nbytes)
+            assert self.usable.covers(address, address + nbytes)
+
+
+def read_memory(address: int, nbytes: int) -> bytes:
+    """The bytes at an address; the caller has checked the range."""
+    return ctypes.string_at(address, nbytes)
+
+
+def write_memory(address: int, data: bytes) -> None:
+    """Write bytes to an address; the caller has checked the range."""
+    ctypes.memmove(address, data, len(data))

@@ -1,0 +1,180 @@
+"""The operating system's virtual memory: anonymous ranges, their protection, size and population.
+
+Rule: these functions keep no books. Whoever maps a range unmaps it; addresses and sizes are multiples of PAGE_BYTES. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+from collections.abc import Callable
+from threading import Thread
+from typing import Final
+
+from kv_cache_manager_v2.errors import OutOfMemoryError
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+_PROT_NONE: Final = 0
+_PROT_READ_WRITE: Final = 3
+_MAP_PRIVATE_ANONYMOUS: Final = 0x22
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_MREMAP_MAYMOVE: Final = 1
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14: fault pages in without touching their contents
+_MAP_FAILED: Final = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
+
+_POPULATE_PIECE_BYTES: Final = 512 << 20  # one thread's share at a time: long enough to amortise a thread, short enough to balance
+_MOST_POPULATE_THREADS: Final = 64
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munmap.restype = ctypes.c_int
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.restype = ctypes.c_int
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `nbytes`."""
+    return -(-nbytes // unit) * unit
+
+
+def format_bytes(nbytes: int) -> str:
+    """A size for people: exact bytes below 1 KiB, otherwise one decimal in the largest binary unit that fits."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024.0
+        if value < 1024.0:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024.0:.1f} TiB"
+
+
+def _map(address: int, nbytes: int, protection: int, flags: int) -> int:
+    found = _libc.mmap(address if address else None, nbytes, protection, flags, -1, 0)
+    if found is None or int(found) == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OutOfMemoryError(
+            f"the operating system refused {format_bytes(nbytes)} ({nbytes} bytes) of address space: {os.strerror(code)}; "
+            "configure a smaller tier or raise the limit on virtual memory"
+        )
+    return int(found)
+
+
+def map_range(nbytes: int) -> int:
+    """New zeroed memory, readable and writable; returns its address. Raises OutOfMemoryError."""
+    return _map(0, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS)
+
+
+def reserve_range(nbytes: int) -> int:
+    """Address space that nothing may touch and that counts against no limit on memory; returns its address."""
+    return _map(0, nbytes, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE)
+
+
+def clear_range(address: int, nbytes: int) -> None:
+    """Turn a part of a range back into what `reserve_range` gives: its memory is freed, its contents are gone."""
+    _map(address, nbytes, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
+
+
+def allow_access(address: int, nbytes: int) -> None:
+    """Make a part of a reserved range readable and writable; it reads as zeros where it was never written."""
+    if int(_libc.mprotect(address, nbytes, _PROT_READ_WRITE)) != 0:
+        code = ctypes.get_errno()
+        raise OutOfMemoryError(f"cannot make {format_bytes(nbytes)} at {address:#x} accessible: {os.strerror(code)}")
+
+
+def unmap_range(address: int, nbytes: int) -> None:
+    """Give a whole range back."""
+    if int(_libc.munmap(address, nbytes)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot unmap {nbytes} bytes at {address:#x}: {os.strerror(code)}")
+
+
+def resize_range(address: int, old_bytes: int, new_bytes: int, may_move: bool) -> int:
+    """Change a range's size and keep the contents of what remains; returns its address, or 0 if nothing was changed."""
+    found = _libc.mremap(address, old_bytes, new_bytes, _MREMAP_MAYMOVE if may_move else 0)
+    if found is None or int(found) == _MAP_FAILED:
+        return 0
+    return int(found)
+
+
+def memlock_limit() -> int:
+    """RLIMIT_MEMLOCK of this process in bytes; -1 for no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def default_populate_threads() -> int:
+    """`KVCM_PREFAULT_THREADS` if set (0 turns prefaulting off), else half of the processors, from 1 to 64."""
+    text = os.environ.get("KVCM_PREFAULT_THREADS", "")
+    if text.isdigit():
+        return min(_MOST_POPULATE_THREADS, int(text))
+    return max(1, min(_MOST_POPULATE_THREADS, (os.cpu_count() or 2) // 2))
+
+
+def _populate_piece(address: int, nbytes: int) -> int:
+    """Fault one piece in; 0 or the error number. Pages that were never written read as zeros either way."""
+    if int(_libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)) == 0:
+        return 0
+    code = ctypes.get_errno()
+    if code == errno.EINVAL or code == errno.ENOSYS:  # an older kernel: write to each page instead
+        ctypes.memset(address, 0, nbytes)
+        return 0
+    return code
+
+
+class _Populator:
+    """Shares the pieces of one range out among threads."""
+
+    def __init__(self, address: int, nbytes: int, piece_bytes: int) -> None:
+        self.pieces: list[tuple[int, int]] = []  # (address, bytes) not yet taken; popped by the threads, list.pop is atomic
+        self.code = 0  # the first error number that a thread met
+        offset = 0
+        while offset < nbytes:
+            size = min(piece_bytes, nbytes - offset)
+            self.pieces.append((address + offset, size))
+            offset += size
+
+    def work(self) -> None:
+        while self.code == 0:
+            try:
+                address, nbytes = self.pieces.pop()
+            except IndexError:
+                return
+            code = _populate_piece(address, nbytes)
+            if code != 0:
+                self.code = code
+
+
+def populate_range(address: int, nbytes: int, threads: int, piece_bytes: int = _POPULATE_PIECE_BYTES) -> None:
+    """Back fresh, never written memory by physical pages now, on up to `threads` threads; 0 threads: not at all.
+
+    Raises OutOfMemoryError if the system has not that much memory.
+    """
+    if threads <= 0 or nbytes <= 0:
+        return
+    populator = _Populator(address, nbytes, piece_bytes)
+    helpers: list[Thread] = []
+    work: Callable[[], None] = populator.work
+    for i in range(min(threads, len(populator.pieces)) - 1):
+        helper = Thread(target=work, name=f"kvcm-prefault-{i}", daemon=True)
+        helper.start()
+        helpers.append(helper)
+    populator.work()
+    for helper in helpers:
+        helper.join()
+    if populator.code != 0:
+        raise OutOfMemoryError(
+            f"no physical memory for {format_bytes(nbytes)} ({nbytes} bytes) of host memory: {os.strerror(populator.code)}; "
+            "configure a smaller host tier"
+        )
