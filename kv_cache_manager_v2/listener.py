@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from mypy_extensions import mypyc_attr
 
 
+@mypyc_attr(acyclic=True)
 class CachedBlock(ABC):
     """A block of tokens in the reuse tree, as a listener sees it."""
 

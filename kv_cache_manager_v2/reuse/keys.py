@@ -1,0 +1,145 @@
+"""Chained block keys: the names by which the outside knows cached blocks, and the scopes that keep tenants apart.
+
+Rule: a key names a block for events, routers and probes by key; no match of tokens is ever decided by one. It is made when somebody
+asks, once.
+
+Framing. Scope bytes: a mask byte (bit 0: lora_id given, bit 1: salt given), then each given field as 8 bytes, little-endian,
+unsigned. Root key: hash of the scope bytes. Block key: hash of the parent's key and the block's tokens, an id as 4 bytes,
+little-endian, a digest as its 32 bytes. Nothing else is hashed, so an engine can compute the same keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from hashlib import sha256
+from operator import index
+from typing import Final, SupportsIndex
+
+from blake3 import blake3
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import UNSIGNED_64_LIMIT
+from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence, has_digest, pack, unpack
+
+KEY_BYTES: Final = 32
+_LORA_BIT: Final = 1
+_SALT_BIT: Final = 2
+
+
+class ReuseScope:
+    """Who may share cached blocks: requests of equal LoRA id and equal salt. None is a value of its own, different from 0."""
+
+    def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None:
+        self.lora_id: Final[int | None] = _unsigned_64("lora_id", lora_id)
+        self.salt: Final[int | None] = _unsigned_64("salt", salt)
+        mask = (0 if lora_id is None else _LORA_BIT) | (0 if salt is None else _SALT_BIT)
+        self.data: Final = bytes([mask]) + _field(self.lora_id) + _field(self.salt)  # the scope bytes
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter((self.lora_id, self.salt))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReuseScope):
+            return NotImplemented
+        return self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __repr__(self) -> str:
+        return f"ReuseScope(lora_id={self.lora_id}, salt={self.salt})"
+
+    def __reduce__(self) -> tuple[type[ReuseScope], tuple[int | None, int | None]]:
+        return ReuseScope, (self.lora_id, self.salt)
+
+
+class BlockKeys(ABC):
+    """The hash chain over one choice of hash function."""
+
+    @abstractmethod
+    def digest(self, data: bytes) -> bytes:
+        """The 32-byte hash of some bytes."""
+
+    def root_key(self, scope: ReuseScope) -> bytes:
+        """The key that a scope's first block is chained to."""
+        return self.digest(scope.data)
+
+    def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
+        """The key of a block, full or partial, from its packed tokens."""
+        return self.digest(parent_key + key_bytes(tokens))
+
+
+class Blake3Keys(BlockKeys):
+    """BLAKE3, 256 bits: the default."""
+
+    def digest(self, data: bytes) -> bytes:
+        return blake3(data).digest()
+
+
+class Sha256Keys(BlockKeys):
+    """SHA-256: for exchange with systems whose keys are SHA-256 chains of the same framing."""
+
+    def digest(self, data: bytes) -> bytes:
+        return sha256(data).digest()
+
+
+def make_block_keys(name: str) -> BlockKeys:
+    """The hash chain by the name of its hash, as the configuration gives it. Raises ConfigError for an unknown one."""
+    if name == "blake3":
+        return Blake3Keys()
+    if name == "sha256":
+        return Sha256Keys()
+    raise ConfigError(f"block_key_hash {name!r}: must be 'blake3' or 'sha256'")
+
+
+def key_bytes(tokens: bytes) -> bytes:
+    """Packed tokens as they enter a key: a digest without the mark before it."""
+    if not has_digest(tokens):
+        return tokens
+    parts: list[bytes] = []
+    for token in unpack(tokens):
+        parts.append(token if isinstance(token, bytes) else token.to_bytes(TOKEN_BYTES, "little"))
+    return b"".join(parts)
+
+
+def sequence_to_blockchain_keys(
+    tokens_per_block: int, reuse_scope: ReuseScope | None, tokens: object, block_key_hash: str = "blake3"
+) -> Iterator[tuple[list[int | bytes], bytes]]:
+    """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
+
+    Takes the same tokens as `pack`; a digest is given back as its 32 bytes. Raises ConfigError before the first item.
+    """
+    if tokens_per_block <= 0:
+        raise ConfigError(f"tokens_per_block {tokens_per_block}: must be at least 1")
+    scope = ReuseScope() if reuse_scope is None else reuse_scope
+    return _chain(tokens_per_block, scope, pack(tokens), make_block_keys(block_key_hash))
+
+
+def _chain(
+    tokens_per_block: int, scope: ReuseScope, sequence: TokenSequence, keys: BlockKeys
+) -> Iterator[tuple[list[int | bytes], bytes]]:
+    key = keys.root_key(scope)
+    yield [], key
+    for beg in range(0, sequence.num_tokens, tokens_per_block):
+        data = sequence.slice_bytes(beg, min(beg + tokens_per_block, sequence.num_tokens))
+        key = keys.block_key(key, data)
+        yield unpack(data), key
+
+
+def _unsigned_64(name: str, value: SupportsIndex | None) -> int | None:
+    """A scope field as an int. Raises ConfigError for what is not an unsigned 64-bit integer."""
+    if value is None:
+        return None
+    try:
+        number = index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < UNSIGNED_64_LIMIT:
+        raise ConfigError(f"{name} {value!r}: must be None or an integer in [0, 2**64)")
+    return number
+
+
+def _field(value: int | None) -> bytes:
+    """One scope field as it is hashed."""
+    return b"" if value is None else value.to_bytes(8, "little")

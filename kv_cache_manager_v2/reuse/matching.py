@@ -1,0 +1,267 @@
+"""The longest reusable prefix of a prompt.
+
+Rule: n tokens are reusable when some path of the tree begins with the first n tokens and, for every life cycle, every block that is
+not stale at n has a page for its share of them; life cycles with snapshots (SSM) look at the last block only, and need one at
+exactly n. The answer is the largest such n not above the length of the longest common path minus the back-off.
+
+Full blocks are unique among siblings, so the path is decided up to its last block: that one may be any sibling that shares the run
+needed. Candidates are tried from the longest down, first the end of a block, then the best end inside it. What was found out about
+the pages behind a window is kept, so that all of it costs O(blocks x life cycles).
+
+Without partial matching a block belongs to the path only if the prompt holds all of it: all full blocks, and a stored partial block
+that the prompt ends with. Back-off and missing pages may still end a match inside such a block.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from kv_cache_manager_v2.reuse.fan import Branch, best_leaf, common_bytes, nearest
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import TokenSequence, check_range
+from kv_cache_manager_v2.reuse.tree import Block, RadixTree
+
+_NOTHING: Final = -1
+
+
+class Match:
+    """What of a prompt is cached. It owns nothing: whoever wants the blocks holds their pages before anything else happens."""
+
+    def __init__(self, blocks: list[Block], num_tokens: int, num_lookup_tokens: int, divergence: int, before_hybrid: int) -> None:
+        self.blocks = blocks  # those that hold the first `num_tokens` tokens; of the last one possibly only a part is used
+        self.num_tokens = num_tokens
+        self.num_lookup_tokens = num_lookup_tokens
+        self.divergence = divergence  # length of the longest common path, whatever its pages, before the back-off
+        self.before_hybrid = before_hybrid  # what would be reusable if no life cycle needed snapshots
+
+
+def match(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, partial: bool, backoff: int) -> Match:
+    """The longest reusable prefix of a prompt under a scope; changes nothing.
+
+    `partial` allows a last block of which the prompt shares only a part. Raises ConfigError for ids out of range.
+    """
+    root = tree.find_root(scope)
+    if root is None:
+        check_range(tokens, 0)
+        return Match([], 0, tokens.num_tokens, 0, 0)
+    search = _Search(tree, root, tokens.num_tokens)
+    search.follow(tokens, partial)
+    return search.result(backoff)
+
+
+def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], backoff: int) -> Match:
+    """The longest reusable prefix of a prompt that is known by the keys of its blocks only (without the root's).
+
+    A block counts the tokens that it has; nothing matches partly, so what follows a partial block is not looked at.
+    """
+    num_lookup = tree.tokens_per_block * len(block_keys)
+    root = tree.find_root(scope)
+    if root is None:
+        return Match([], 0, num_lookup, 0, 0)
+    search = _Search(tree, root, num_lookup)
+    search.follow_keys(block_keys)
+    return search.result(backoff)
+
+
+def first_new_block_key(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, found: Match) -> bytes | None:
+    """The key of the first block that a request with this match would add, of the prompt's own chain; None if it is not full."""
+    size = tree.tokens_per_block
+    ordinal = found.num_tokens // size
+    if (ordinal + 1) * size > tokens.num_tokens:
+        return None
+    parent_key = found.blocks[ordinal - 1].block_key() if ordinal > 0 else tree.keys.root_key(scope)
+    return tree.keys.block_key(parent_key, tokens.slice_bytes(ordinal * size, (ordinal + 1) * size))
+
+
+class _Search:
+    """The longest common path, and the search for the longest part of it that has all pages."""
+
+    def __init__(self, tree: RadixTree, root: Block, num_lookup: int) -> None:
+        self.tree = tree
+        self.root = root
+        self.num_lookup = num_lookup
+        self.path: list[Block] = []  # full blocks, all of whose tokens the prompt begins with
+        self.whole = 0  # leading blocks of the path that have the pages without which nothing longer matches
+        self.length = 0  # tokens of the longest common path
+        self.tokens: TokenSequence | None = None  # where any sibling may be the last block; None: only the path's own, or
+        self.partial_end: Block | None = None  # this partial one behind the path
+        self.good_from: list[int] = []  # by windowed life cycle: blocks from here up to the one looked at have its page
+        self.found: Block | None = None  # the last block of the accepted candidate if that ends inside it
+
+    def follow(self, tokens: TokenSequence, partial: bool) -> None:
+        """Go down the tree as far as the prompt leads."""
+        node = self.root
+        path = self.path
+        data = tokens.data
+        size = self.tree.tokens_per_block
+        num_tokens = tokens.num_tokens
+        is_text = not tokens.digests
+        masks = self.tree.path_masks
+        mask = self.tree.path_mask_behind_sinks
+        whole = _NOTHING
+        depth = 0
+        position = 0
+        beg = 0  # byte of `data` at which `position` lies
+        while position + size <= num_tokens:
+            children = node.children
+            if children is None:
+                break
+            end = 4 * (position + size) if is_text else tokens.byte_offset(position + size)
+            leaf = nearest(children, data, beg, end) if isinstance(children, Branch) else children
+            if data[beg:end] != leaf.tokens:
+                break
+            node = cast(Block, leaf)
+            if node.num_tokens != size:
+                break  # equal bytes, other tokens: an unchecked id looks like the mark of a digest; `check_range` will say so
+            if whole < 0:
+                needed = mask if depth >= len(masks) else masks[depth]
+                if node.covered & needed != needed:
+                    whole = depth
+            path.append(node)
+            depth += 1
+            position += size
+            beg = end
+        self.whole = whole if whole >= 0 else depth
+        self.length = position
+        if not tokens.checked:
+            check_range(tokens, position)
+        if partial:
+            self.tokens = tokens
+        if position < num_tokens:
+            self._follow_into(tokens, partial, beg, min(position + size, num_tokens))
+
+    def _follow_into(self, tokens: TokenSequence, partial: bool, beg: int, position_end: int) -> None:
+        """Look for what the block behind the path shares with the prompt's next tokens."""
+        parent = self.path[len(self.path) - 1] if self.path else self.root
+        children = parent.children
+        if children is None:
+            return
+        end = tokens.byte_offset(position_end)
+        leaf = nearest(children, tokens.data, beg, end)
+        shared = common_bytes(leaf.tokens, tokens.data, beg, end)
+        if partial:
+            self.length = tokens.whole_tokens(beg + shared)
+        elif shared == len(leaf.tokens) and beg + shared == len(tokens.data):
+            self.length = tokens.num_tokens
+            self.partial_end = cast(Block, leaf)
+
+    def follow_keys(self, block_keys: list[bytes]) -> None:
+        """Go down the tree as far as the keys lead, at most up to a partial block."""
+        tree = self.tree
+        node = self.root
+        for key in block_keys:
+            block = tree.find_key(key)
+            if block is None or block.parent is not node:
+                break
+            self.length += block.num_tokens
+            if block.num_tokens < tree.tokens_per_block:
+                self.partial_end = block
+                break
+            needed = tree.path_mask(len(self.path))
+            if self.whole == len(self.path) and block.covered & needed == needed:
+                self.whole += 1
+            self.path.append(block)
+            node = block
+
+    def result(self, backoff: int) -> Match:
+        limit = max(0, self.length - backoff)
+        tree = self.tree
+        num_tokens = self._longest(limit, tree.snapshot_mask != 0)
+        last = self.found
+        before_hybrid = num_tokens
+        if tree.snapshot_mask and num_tokens < limit:
+            before_hybrid = self._longest(limit, False)
+        blocks = self.path
+        if num_tokens < tree.tokens_per_block * len(blocks):
+            blocks = blocks[: num_tokens // tree.tokens_per_block]
+        if last is not None:
+            blocks.append(last)
+        return Match(blocks, num_tokens, self.num_lookup, self.length, before_hybrid)
+
+    def _longest(self, limit: int, snapshots: bool) -> int:
+        """The largest reusable length not above `limit`; `found` is its last block if it ends inside a block."""
+        size = self.tree.tokens_per_block
+        self.found = None
+        self.good_from = [len(self.path)] * len(self.tree.windows)
+        ordinal = min((limit - 1) // size, self.whole) if limit > 0 else _NOTHING  # of the block in which the candidate ends
+        while ordinal >= 0:
+            if ordinal < self.whole and (ordinal + 1) * size <= limit and self._ends_behind(ordinal, snapshots):
+                return (ordinal + 1) * size
+            run = self._ends_inside(ordinal, min(limit - ordinal * size, size - 1), snapshots)
+            if run > 0:
+                return ordinal * size + run
+            ordinal -= 1
+        return 0
+
+    def _ends_behind(self, ordinal: int, snapshots: bool) -> bool:
+        """Whether all tokens of the path's blocks up to this one are reusable, none behind them; path masks are known to hold."""
+        end = ordinal + 1
+        mask = self.tree.snapshot_mask
+        if snapshots and self.path[ordinal].covered & mask != mask:
+            return False
+        windows = self.tree.windows
+        for i in range(len(windows)):
+            life_cycle = windows[i]
+            stale = life_cycle.stale(end * self.tree.tokens_per_block)
+            if not self._window_holds(i, life_cycle, stale[1], end):
+                return False
+        return True
+
+    def _window_holds(self, i: int, life_cycle: LifeCycle, beg: int, end: int) -> bool:
+        """Whether the path's blocks beg..end-1 have the page of the i-th windowed life cycle."""
+        good_from = min(self.good_from[i], end)
+        path = self.path
+        bit = 1 << life_cycle.index
+        while good_from > beg and path[good_from - 1].covered & bit:
+            good_from -= 1
+        self.good_from[i] = good_from
+        return good_from <= beg
+
+    def _ends_inside(self, ordinal: int, most: int, snapshots: bool) -> int:
+        """The longest reusable run, at most `most` < tokens_per_block tokens, of a block behind the path's first `ordinal`."""
+        size = self.tree.tokens_per_block
+        least = 1
+        windows = self.tree.windows
+        for i in range(len(windows)):
+            life_cycle = windows[i]
+            while least <= most:
+                stale = life_cycle.stale(ordinal * size + least)
+                if self._window_holds(i, life_cycle, stale[1], ordinal):
+                    break
+                least = life_cycle.next_stale_change(ordinal * size + least) - ordinal * size
+        if least > most:
+            return 0
+        return self._best_end(ordinal, least, most, snapshots)
+
+    def _best_end(self, ordinal: int, least: int, most: int, snapshots: bool) -> int:
+        """The longest run between the two for which a block has the pages; that block becomes `found`."""
+        path = self.path
+        tokens = self.tokens
+        if tokens is None:
+            block = path[ordinal] if ordinal < len(path) else self.partial_end
+            if block is None:
+                return 0
+            run = _own_run(block, most, snapshots)
+            if run < least:
+                return 0
+            self.found = block
+            return run
+        parent = path[ordinal - 1] if ordinal > 0 else self.root
+        children = parent.children
+        if children is None:
+            return 0
+        size = self.tree.tokens_per_block
+        end = min((ordinal + 1) * size, tokens.num_tokens)
+        leaf, run = best_leaf(children, tokens, ordinal * size, end, least, most, snapshots)
+        if leaf is None:
+            return 0
+        self.found = cast(Block, leaf)
+        return run
+
+
+def _own_run(block: Block, most: int, snapshots: bool) -> int:
+    """The longest run of at most `most` tokens that this very block offers."""
+    if not snapshots:
+        return min(block.reach, most)
+    return (block.ends & ((2 << most) - 1)).bit_length() - 1

@@ -1,0 +1,343 @@
+"""Tokens packed into bytes, so that comparing tokens is comparing bytes.
+
+Rule: equal bytes mean equal tokens, and a byte prefix at a token boundary is a token prefix. An id is 4 bytes, little-endian, below
+2**31; a multimodal digest is the word 0x80000000, which no id can be, followed by its 32 bytes.
+
+Text has no digests: there position p lies at byte 4 * p, and packing an int32 or uint32 buffer is one copy. `pack_unchecked` does
+not look at the range of a buffer's ids: what equals stored tokens was checked when those came, and matching checks the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+from ctypes import string_at
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
+
+TOKEN_BYTES: Final = 4
+DIGEST_MARK: Final = b"\x00\x00\x00\x80"
+PACKED_DIGEST_BYTES: Final = TOKEN_BYTES + DIGEST_BYTES
+_BIG_ENDIAN: Final = sys.byteorder == "big"
+_INTEGER_FORMATS: Final = "bBhHiIlLqQ"  # buffer element types that hold integers
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class MmItemContext:
+    """A multimodal item as a token: its 32-byte content digest. The front end's own id of the item takes no part in equality."""
+
+    digest: bytes
+    uuid: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        digest: object = self.digest  # whatever the caller passed
+        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+            raise ConfigError(f"digest {self.digest!r}: must be {DIGEST_BYTES} bytes")
+
+
+class TokenSequence:
+    """An immutable run of tokens, packed."""
+
+    def __init__(self, data: bytes, num_tokens: int, digests: list[int], checked: bool) -> None:
+        self.data = data
+        self.num_tokens = num_tokens
+        self.digests = digests  # positions of the digests, ascending; empty for text
+        self.checked = checked  # whether every id is known to be in range; `check_range` finds out
+
+    def byte_offset(self, position: int) -> int:
+        """Where the token at a position begins in `data`; O(log digests), O(1) for text."""
+        if not self.digests:
+            return TOKEN_BYTES * position
+        return TOKEN_BYTES * position + DIGEST_BYTES * bisect_left(self.digests, position)
+
+    def slice_bytes(self, beg: int, end: int) -> bytes:
+        """The packed tokens of positions beg..end-1."""
+        return self.data[self.byte_offset(beg) : self.byte_offset(end)]
+
+    def whole_tokens(self, num_bytes: int) -> int:
+        """How many tokens lie wholly within the first `num_bytes` of `data`: half a digest is no token."""
+        if not self.digests:
+            return num_bytes >> 2
+        before = 0  # digests that begin within those bytes
+        for position in self.digests:
+            if TOKEN_BYTES * position + DIGEST_BYTES * before >= num_bytes:
+                break
+            before += 1
+        if before == 0:
+            return num_bytes >> 2
+        last = self.digests[before - 1]
+        if num_bytes < TOKEN_BYTES * last + DIGEST_BYTES * before + TOKEN_BYTES:
+            return last
+        return (num_bytes - DIGEST_BYTES * before) >> 2
+
+
+def pack(tokens: object, text_only: bool = False) -> TokenSequence:
+    """Pack any sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers; O(tokens).
+
+    Buffers are arrays, numpy arrays, memoryviews and torch CPU tensors. Raises ConfigError with position and value for an id
+    outside [0, 2**31), a digest of another length, a digest where `text_only` promises none, and elements that are no integers.
+    """
+    sequence = pack_unchecked(tokens, text_only)
+    check_range(sequence, 0)
+    return sequence
+
+
+def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
+    """As `pack`, but the ids of a buffer may be out of range until `check_range` has looked; for matching, which does so itself."""
+    if isinstance(tokens, list):
+        return _pack_items(tokens, text_only)
+    if isinstance(tokens, tuple):
+        return _pack_items(list(tokens), text_only)
+    if isinstance(tokens, TokenSequence):
+        if text_only and tokens.digests:
+            raise ConfigError(f"token at position {tokens.digests[0]} is a digest, but text_only promises ids only")
+        return tokens
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise ConfigError(f"tokens are of type {type(tokens).__name__}: pass a list of ids, or a buffer of 32 or 64-bit integers")
+    data = _tensor_words(tokens) if hasattr(tokens, "data_ptr") else _buffer_words(tokens)
+    if data is not None:
+        return TokenSequence(data, len(data) >> 2, [], False)
+    tolist = getattr(tokens, "tolist", None)
+    if tolist is not None:
+        items = tolist()
+        if not isinstance(items, list):
+            raise ConfigError(f"tokens {tokens!r}: must be one-dimensional")
+        return _pack_items(items, text_only)
+    if not isinstance(tokens, Iterable):
+        raise ConfigError(
+            f"tokens are of type {type(tokens).__name__}: pass a sequence of ids and digests, or a buffer of integers"
+        )
+    return _pack_items(list(tokens), text_only)
+
+
+def check_range(sequence: TokenSequence, beg: int) -> None:
+    """Raise ConfigError if an id at or behind position `beg` is not in [0, 2**31); looks at one byte a token, and only once."""
+    if sequence.checked:
+        return
+    tops = sequence.data[TOKEN_BYTES * beg + 3 :: TOKEN_BYTES]  # the byte that holds bit 31, which "is ASCII" if the bit is clear
+    if not tops.isascii():
+        for i in range(len(tops)):
+            if tops[i] >= 0x80:
+                word = sequence.data[TOKEN_BYTES * (beg + i) : TOKEN_BYTES * (beg + i + 1)]
+                value = int.from_bytes(word, "little")
+                raise ConfigError(
+                    f"token at position {beg + i} is {value} ({value - (1 << 32)} as int32): ids are in [0, {TOKEN_ID_LIMIT})"
+                )
+    if beg == 0:
+        sequence.checked = True
+
+
+def unpack(data: bytes) -> list[int | bytes]:
+    """The tokens of packed bytes: ids, and digests as 32 bytes."""
+    result: list[int | bytes] = []
+    if not has_digest(data):
+        result.extend(struct.unpack(f"<{len(data) >> 2}I", data))
+        return result
+    offset = 0
+    while offset < len(data):
+        word = data[offset : offset + TOKEN_BYTES]
+        offset += TOKEN_BYTES
+        if word == DIGEST_MARK:
+            result.append(data[offset : offset + DIGEST_BYTES])
+            offset += DIGEST_BYTES
+        else:
+            result.append(int.from_bytes(word, "little"))
+    return result
+
+
+def count_tokens(data: bytes) -> int:
+    """How many tokens packed bytes hold."""
+    if not has_digest(data):
+        return len(data) >> 2
+    return len(unpack(data))
+
+
+def has_digest(data: bytes) -> bool:
+    """Whether packed bytes hold a digest; cheap where they do not."""
+    return not data[3::TOKEN_BYTES].isascii()  # ids never have bit 31, so the first word that has it is a mark
+
+
+def packed_token(token: int) -> bytes:
+    """One id, packed: what `pack([token])` makes, without the sequence around it."""
+    if not 0 <= token < TOKEN_ID_LIMIT:
+        raise ConfigError(f"token {token}: ids are in [0, {TOKEN_ID_LIMIT})")
+    return token.to_bytes(TOKEN_BYTES, "little")
+
+
+def gen_multimodal_cache_key_tokens(
+    id_offset: int, multi_modal_data_digest: bytes, num_tokens: int, token_offset: int = 0, uuid: str | None = None
+) -> list[int | bytes | MmItemContext]:
+    """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
+
+    The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
+    keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1 or a negative token_offset.
+    """
+    if len(multi_modal_data_digest) != DIGEST_BYTES:
+        raise ConfigError(f"multi_modal_data_digest has {len(multi_modal_data_digest)} bytes: must be {DIGEST_BYTES}")
+    if num_tokens <= 0:
+        raise ConfigError(f"num_tokens {num_tokens}: must be at least 1")
+    if token_offset < 0:
+        raise ConfigError(f"token_offset {token_offset}: must not be negative")
+    result: list[int | bytes | MmItemContext] = list(range(id_offset + token_offset, id_offset + token_offset + num_tokens))
+    if token_offset == 0:
+        result[0] = multi_modal_data_digest if uuid is None else MmItemContext(multi_modal_data_digest, uuid)
+    return result
+
+
+def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
+    """Pack a list: in one call if it holds ids only."""
+    num_tokens = len(items)
+    try:
+        data = struct.pack(f"<{num_tokens}I", *items)
+    except struct.error:
+        return _pack_mixed(items, text_only)
+    sequence = TokenSequence(data, num_tokens, [], False)
+    check_range(sequence, 0)
+    return sequence
+
+
+def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
+    """Pack a list that holds digests, or something wrong: the runs of ids between the digests in one call each."""
+    parts: list[bytes] = []
+    digests: list[int] = []
+    beg = 0
+    for position in range(len(items)):
+        item = items[position]
+        if isinstance(item, int):
+            continue
+        digest = _digest_of(item, position)
+        if digest is None:
+            continue  # another kind of integer, or an error that the run will find
+        if text_only:
+            raise ConfigError(f"token at position {position} is a digest, but text_only promises ids only")
+        parts.append(_pack_run(items, beg, position))
+        parts.append(DIGEST_MARK)
+        parts.append(digest)
+        digests.append(position)
+        beg = position + 1
+    parts.append(_pack_run(items, beg, len(items)))
+    return TokenSequence(b"".join(parts), len(items), digests, True)
+
+
+def _digest_of(item: object, position: int) -> bytes | None:
+    """The digest that an element stands for, None if it stands for none."""
+    if isinstance(item, MmItemContext):
+        return item.digest
+    if isinstance(item, bytes):
+        if len(item) != DIGEST_BYTES:
+            raise ConfigError(f"token at position {position} is {item!r} of {len(item)} bytes: a digest has {DIGEST_BYTES}")
+        return item
+    return None
+
+
+def _pack_run(items: list[Any], beg: int, end: int) -> bytes:
+    """Pack ids only, each of them checked."""
+    try:
+        data = struct.pack(f"<{end - beg}I", *items[beg:end])
+    except struct.error:
+        data = DIGEST_MARK  # not in range: the loop below names the element
+    if data[3::TOKEN_BYTES].isascii():
+        return data
+    for position in range(beg, end):
+        item = items[position]
+        value = _integer(item)
+        if value is None:
+            raise ConfigError(
+                f"token at position {position} is {item!r} of type {type(item).__name__}: "
+                f"tokens are integers, {DIGEST_BYTES}-byte digests or MmItemContext"
+            )
+        if not 0 <= value < TOKEN_ID_LIMIT:
+            raise ConfigError(f"token at position {position} is {value}: ids are in [0, {TOKEN_ID_LIMIT})")
+    raise ConfigError(f"tokens at positions {beg}..{end - 1} cannot be packed")
+
+
+def _integer(item: Any) -> int | None:
+    """The value of whatever Python takes for an integer: int, bool, numpy's scalars; None for anything else."""
+    try:
+        return index(item)
+    except TypeError:
+        return None
+
+
+def _buffer_words(tokens: object) -> bytes | None:
+    """A buffer of integers as 32-bit words; None if this is no buffer, or one that must be read element by element."""
+    try:
+        view = memoryview(tokens)  # type: ignore[arg-type]  # what is no buffer raises TypeError, which is the question
+    except TypeError:
+        return None
+    except ValueError:
+        return None  # a buffer whose format memoryview does not know, as of float16 or structured arrays
+    if view.ndim != 1:
+        raise ConfigError(f"tokens are a buffer of {view.ndim} dimensions {view.shape}: must be one-dimensional")
+    kind = view.format
+    if kind[-1:] not in _INTEGER_FORMATS:
+        raise ConfigError(f"tokens are a buffer of format {kind!r}: must hold 32 or 64-bit integers")
+    if len(kind) > 1 and kind[0] != "@" and kind[0] != ("<" if not _BIG_ENDIAN else ">"):
+        return None  # of the other byte order
+    if view.itemsize == TOKEN_BYTES:
+        return _little_endian(view.tobytes())
+    if view.itemsize == 2 * TOKEN_BYTES:
+        return _narrow(view.tobytes())
+    return None
+
+
+def _tensor_words(tensor: Any) -> bytes | None:
+    """A torch tensor in host memory as 32-bit words, read at its address; None if it must be read element by element."""
+    if tensor.dim() != 1:
+        raise ConfigError(f"tokens are a tensor of shape {tuple(tensor.shape)}: must be one-dimensional")
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"tokens are a tensor on {tensor.device}: must be in host memory, pass tensor.cpu()")
+    kind = str(tensor.dtype)
+    if kind not in ("torch.int32", "torch.uint32", "torch.int64", "torch.uint64"):
+        if kind in ("torch.int16", "torch.uint16", "torch.int8", "torch.uint8"):
+            return None
+        raise ConfigError(f"tokens are a tensor of {kind}: must hold 32 or 64-bit integers")
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    count: int = tensor.numel()
+    address: int = tensor.data_ptr()
+    if kind.endswith("32"):
+        return _little_endian(string_at(address, TOKEN_BYTES * count)) if count else b""
+    return _narrow(string_at(address, 2 * TOKEN_BYTES * count)) if count else b""
+
+
+def _narrow(data: bytes) -> bytes:
+    """64-bit words of this machine as 32-bit ones. Raises ConfigError for the first that does not fit."""
+    numpy: Any = sys.modules.get("numpy")  # whoever passes long buffers has it; importing it for one would take longer
+    if numpy is not None:
+        words = numpy.frombuffer(data, numpy.int64)
+        fits = not (words >> 31).any()
+        narrow: bytes = words.astype("<i4").tobytes()
+    else:
+        halves = array("i")
+        halves.frombytes(data)
+        high = halves[0::2] if _BIG_ENDIAN else halves[1::2]
+        low = halves[1::2] if _BIG_ENDIAN else halves[0::2]
+        narrow = _little_endian(low.tobytes())
+        fits = high.tobytes().count(0) == len(narrow) and narrow[3::TOKEN_BYTES].isascii()
+    if not fits:
+        values = struct.unpack(f"={len(data) >> 3}q", data)
+        for position in range(len(values)):
+            if not 0 <= values[position] < TOKEN_ID_LIMIT:
+                raise ConfigError(f"token at position {position} is {values[position]}: ids are in [0, {TOKEN_ID_LIMIT})")
+    return narrow
+
+
+def _little_endian(data: bytes) -> bytes:
+    """32-bit words of this machine in the packed byte order."""
+    if not _BIG_ENDIAN:
+        return data
+    words = array("i")
+    words.frombytes(data)
+    words.byteswap()
+    return words.tobytes()

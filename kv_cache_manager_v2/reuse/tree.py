@@ -1,0 +1,473 @@
+"""The radix tree of cached blocks: which tokens are cached under which scope, and the page of each life cycle.
+
+Rule: a node is worth keeping only while something can still match through it. Where a lost page makes every longer sequence
+unmatchable (full attention, sinks), its subtree goes with it; a block with no child, no page and no open request is pruned. Blocks
+own their children, pages are the storage's: the tree lists them, and tells the storage when it begins and when it stops to.
+
+Only full blocks have children. No two siblings are prefixes of one another: a block that a longer sibling covers is not added, and
+a longer block takes the place, and the pages, of the one that it continues. Nothing here recurses, however deep the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.ids import PageStatus
+from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
+from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse.fan import Branch, Leaf
+from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
+from kv_cache_manager_v2.reuse.tokens import count_tokens, unpack
+from kv_cache_manager_v2.storage.page import Page, PageKeeper
+
+BLOCK_NEW: Final = 0  # the block was added
+BLOCK_EXISTS: Final = 1  # an identical block was there: it is returned
+BLOCK_COVERED: Final = 2  # a longer sibling begins with these tokens: it is returned, nothing was added
+
+
+@mypyc_attr(acyclic=True)
+class Block(Leaf):
+    """Up to tokens_per_block tokens that follow their parent's, and the page of each life cycle that has one."""
+
+    def __init__(self, tree: RadixTree, parent: Block | None, ordinal: int, tokens: bytes, num_tokens: int) -> None:
+        super().__init__(tokens)
+        self.tree = tree
+        self.parent = parent  # None for a root, and once detached
+        self.ordinal = ordinal  # position in the sequence; -1 for a root
+        self.num_tokens = num_tokens
+        self.pages = tree.no_pages  # by life cycle; a tuple, which the collector need not walk
+        self.children: Leaf | Branch | None = None  # a fan, see fan.py
+        self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
+        self.pins = 0  # open requests whose path ends here: the block stays, pages or not
+        self.unsettled = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
+        self.attached = True
+        self.key: bytes | None = None  # made when somebody asks
+
+    def page_gone(self, page: Page) -> None:
+        self.tree.page_gone(self, page)
+
+    def page_relocated(self, page: Page, source: int, destination: int) -> None:
+        listener = self.tree.listener
+        if listener is not None and self.attached and self.pages[page.life_cycle] is page:
+            listener.page_moved(self, page.life_cycle, source, destination)
+
+    def block_key(self) -> bytes:
+        """The chained key; O(ancestors whose key nobody asked for yet). Raises LogicError if it left the tree without one."""
+        missing: list[Block] = []
+        node = self
+        key = node.key
+        while key is None:
+            missing.append(node)
+            parent = node.parent
+            if parent is None:
+                raise LogicError("the block has left the tree, and its key was never asked for: only its tokens are left")
+            node = parent
+            key = node.key
+        while missing:
+            node = missing.pop()
+            key = self.tree.keys.block_key(key, node.tokens)
+            node.key = key
+        return key
+
+    def parent_block(self) -> CachedBlock | None:
+        parent = self.parent
+        return None if parent is None or parent.ordinal < 0 else parent
+
+    def token_list(self) -> list[int | bytes]:
+        return unpack(self.tokens)
+
+    def child_blocks(self) -> list[Block]:
+        """The children, in the order of their packed bits."""
+        return [_block(leaf) for leaf in fan.leaves(self.children)]
+
+    def has_page(self) -> bool:
+        for page in self.pages:  # noqa: SIM110 (a loop over a short tuple, where any() would make a generator)
+            if page is not None:
+                return True
+        return False
+
+
+@mypyc_attr(acyclic=True)
+class RootBlock(Block):
+    """Where the blocks of one scope begin: no tokens, no pages."""
+
+    def __init__(self, tree: RadixTree, scope: ReuseScope) -> None:
+        super().__init__(tree, None, -1, b"", 0)
+        self.scope = scope
+        self.key = tree.keys.root_key(scope)
+
+
+class RadixTree:
+    """All cached blocks. Who drops it calls `clear` first: blocks and tree refer to each other."""
+
+    def __init__(
+        self,
+        life_cycles: list[LifeCycle],
+        tokens_per_block: int,
+        keeper: PageKeeper,
+        listener: CacheListener | None,
+        keys: BlockKeys,
+    ) -> None:
+        self.life_cycles = life_cycles
+        self.tokens_per_block = tokens_per_block
+        self.keeper = keeper
+        self.listener = listener
+        self.keys = keys
+        self.num_blocks = 0  # roots not counted
+        self.no_pages: tuple[Page | None, ...] = (None,) * len(life_cycles)  # shared by all blocks without a page
+        self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
+        self.has_attention = False
+        self.windows: list[LifeCycle] = []  # those that lose interest in blocks behind their sinks
+        for life_cycle in life_cycles:
+            if not life_cycle.is_attention:
+                self.snapshot_mask |= 1 << life_cycle.index
+                continue
+            self.has_attention = True
+            if not life_cycle.loss_ends_path(NEVER):
+                self.windows.append(life_cycle)
+        num_sinks = max([life_cycle.num_sink_blocks for life_cycle in life_cycles])
+        self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
+        self.path_mask_behind_sinks = self._path_mask_at(NEVER)
+        self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
+        self._index: dict[bytes, Block] | None = None  # by key; kept from the first look-up by key on
+
+    def _path_mask_at(self, ordinal: int) -> int:
+        mask = 0
+        for life_cycle in self.life_cycles:
+            if life_cycle.loss_ends_path(ordinal):
+                mask |= 1 << life_cycle.index
+        return mask
+
+    def path_mask(self, ordinal: int) -> int:
+        """Bit set of the life cycles without whose page at this ordinal nothing longer can match."""
+        masks = self.path_masks
+        return masks[ordinal] if ordinal < len(masks) else self.path_mask_behind_sinks
+
+    # -- roots and keys ------------------------------------------------------------------------------------------------------
+
+    def root(self, scope: ReuseScope) -> Block:
+        """The root of a scope, made if absent; it stays only while it has children or is pinned."""
+        found = self._roots.get(scope.data)
+        if found is None:
+            found = RootBlock(self, scope)
+            self._roots[scope.data] = found
+        return found
+
+    def find_root(self, scope: ReuseScope) -> Block | None:
+        return self._roots.get(scope.data)
+
+    def roots(self) -> list[RootBlock]:
+        return list(self._roots.values())
+
+    def find_key(self, key: bytes) -> Block | None:
+        """The block of a key. The first call computes the keys of all blocks, O(blocks); from then on O(1)."""
+        index = self._index
+        if index is None:
+            index = {}
+            for block in self.all_blocks():
+                index[block.block_key()] = block
+            self._index = index
+        return index.get(key)
+
+    def all_blocks(self) -> list[Block]:
+        """Every block but the roots, parents before children; O(blocks)."""
+        result: list[Block] = []
+        for root in self._roots.values():
+            result.extend(_subtree(root)[1:])
+        return result
+
+    # -- blocks --------------------------------------------------------------------------------------------------------------
+
+    def insert(self, parent: Block, tokens: bytes, num_tokens: int) -> tuple[Block, int]:
+        """Find or add the block of these packed tokens below a full block or a root; O(depth of the fan).
+
+        Gives the block and BLOCK_NEW, BLOCK_EXISTS or BLOCK_COVERED. A new block takes over the pages of the sibling that it
+        continues, each still good for the tokens that it was good for.
+        """
+        assert parent.attached, "the parent has left the tree: whoever builds on a block pins it"
+        assert parent.ordinal < 0 or parent.num_tokens == self.tokens_per_block, "only a full block has children"
+        assert 0 < num_tokens <= self.tokens_per_block, num_tokens
+        children = parent.children
+        if children is None:
+            block = self._new_block(parent, tokens, num_tokens)
+            parent.children = block
+            return block, BLOCK_NEW
+        sibling = _block(fan.nearest(children, tokens, 0, len(tokens)))
+        common = fan.common_bytes(sibling.tokens, tokens, 0, len(tokens))
+        if common == len(tokens):
+            return sibling, BLOCK_EXISTS if len(sibling.tokens) == common else BLOCK_COVERED
+        block = self._new_block(parent, tokens, num_tokens)
+        if common < len(sibling.tokens):
+            parent.children = fan.insert(children, block, sibling, common)
+        else:
+            parent.children = fan.replace(children, sibling, block)
+            self._supersede(sibling, block)
+        return block, BLOCK_NEW
+
+    def _new_block(self, parent: Block, tokens: bytes, num_tokens: int) -> Block:
+        block = Block(self, parent, parent.ordinal + 1, tokens, num_tokens)
+        if not self.has_attention:
+            block.reach = num_tokens  # no page is needed for any of them
+        self.num_blocks += 1
+        if self._index is not None:
+            self._index[block.block_key()] = block
+        return block
+
+    def _supersede(self, old: Block, new: Block) -> None:
+        """The old block's tokens begin the new one's: it leaves, its pages move over."""
+        assert old.children is None, "a block that another one continues is partial, so it has no children"
+        self._tell_removed(old)
+        pages = old.pages
+        self._let_go(old)
+        if old.unsettled:  # nobody knows yet whether its pages are right, and whoever will know knows the old block
+            self._give_back_all(pages)
+            return
+        new.pages = pages
+        for page in pages:
+            if page is not None:
+                self.keeper.adopt(page, new, page.coverage)
+                if self.listener is not None:
+                    self.listener.page_stored(new, page.life_cycle, page.level, page.priority, False)
+        self._recount(new)
+
+    def pin(self, block: Block) -> None:
+        """A request's path ends here, at a full block or a root: the block stays until `unpin`."""
+        block.pins += 1
+
+    def unpin(self, block: Block) -> None:
+        """Undo one `pin`; a block without children and pages goes, and so on upwards."""
+        assert block.pins > 0, "unpin without pin"
+        block.pins -= 1
+        if block.attached:
+            self._prune(block)
+
+    def clear(self) -> None:
+        """Drop every block and every root, pinned or not; O(blocks)."""
+        for root in list(self._roots.values()):
+            self._drop_subtree(root)
+        self._roots.clear()
+        assert self.num_blocks == 0, self.num_blocks
+
+    # -- pages ---------------------------------------------------------------------------------------------------------------
+
+    def install(self, block: Block, page: Page, coverage: int) -> bool:
+        """Give a block a page that is good for `coverage` of its tokens, unless it has one as good; whether it took it.
+
+        A narrower one is orphaned. A block that left the tree takes nothing.
+        """
+        if not block.attached:
+            return False
+        assert 0 < coverage <= block.num_tokens, (coverage, block.num_tokens)
+        old = block.pages[page.life_cycle]
+        if old is not None and old.coverage >= coverage:
+            return False
+        block.pages = _with_page(block.pages, page.life_cycle, page)
+        self.keeper.adopt(page, block, coverage)
+        if old is not None:
+            self.keeper.orphan(old)
+        self._recount(block)
+        if self.listener is not None:
+            covers = self.life_cycles[page.life_cycle].usable_tokens(coverage, block.num_tokens) >= block.num_tokens
+            self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
+        return True
+
+    def page_gone(self, block: Block, page: Page) -> None:
+        """The storage dropped or lost a page: forget it, and all that can no longer be matched without it."""
+        if block.pages[page.life_cycle] is not page:
+            return  # forgotten before, as when a block above went first
+        block.pages = _with_page(block.pages, page.life_cycle, None)
+        if not block.attached:
+            return
+        if self.life_cycles[page.life_cycle].loss_ends_path(block.ordinal):
+            self.remove(block)
+            return
+        if self.listener is not None:
+            self.listener.page_removed(block, page.life_cycle)
+        self._recount(block)
+        self._prune(block)
+
+    def drop_page(self, page: Page) -> None:
+        """Give up a page on purpose (a planned drop), with the same consequences as its loss."""
+        owner = page.owner
+        if owner is not None:
+            block = _block(owner)
+            assert block.pages[page.life_cycle] is page, "the page's owner does not list it"
+            self.page_gone(block, page)
+            self._give_back(page)
+
+    def remove(self, block: Block) -> None:
+        """Take a block and all its descendants out of the tree, and what is then not worth keeping above; O(subtree)."""
+        parent = block.parent
+        assert block.attached, "the block has left the tree"
+        assert parent is not None, "a root is dropped by clear, or with its last block"
+        assert parent.children is not None
+        parent.children = fan.remove(parent.children, block)
+        self._drop_subtree(block)
+        self._prune(parent)
+
+    def hide(self, block: Block) -> None:
+        """One more load is in flight on which this block's contents depend: nothing of it matches before `show`."""
+        block.unsettled += 1
+        self._recount(block)
+
+    def show(self, block: Block) -> None:
+        """Undo one `hide`: that load went well. (After one that failed: `remove`.)"""
+        assert block.unsettled > 0, "show without hide"
+        block.unsettled -= 1
+        self._recount(block)
+
+    # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _recount(self, block: Block) -> None:
+        """Recompute what matching wants to know of the block's pages."""
+        num_tokens = block.num_tokens
+        covered = 0
+        reach = num_tokens
+        snapshot = num_tokens + 1  # the position at which all snapshots are; 0 if one is missing or they differ
+        for life_cycle in self.life_cycles:
+            page = block.pages[life_cycle.index]
+            usable = 0 if page is None else life_cycle.usable_tokens(page.coverage, num_tokens)
+            if usable >= num_tokens:
+                covered |= 1 << life_cycle.index
+            if life_cycle.is_attention:
+                reach = min(reach, usable)
+            else:
+                snapshot = usable if snapshot > num_tokens or snapshot == usable else 0
+        ends = 1 << snapshot if 0 < snapshot <= reach else 0
+        if block.unsettled:
+            covered = reach = ends = 0
+        block.covered = covered
+        if reach != block.reach or ends != block.ends:
+            block.reach = reach
+            block.ends = ends
+            parent = block.parent
+            if parent is not None and isinstance(parent.children, Branch):
+                fan.refresh(parent.children, block)
+
+    def _prune(self, block: Block) -> None:
+        """Drop a block that is worth nothing, then its parent if that is now, and so on to the root."""
+        node = block
+        while node.children is None and node.pins == 0 and not node.has_page():
+            parent = node.parent
+            if parent is None:
+                self._drop_root(node)
+                return
+            assert parent.children is not None
+            parent.children = fan.remove(parent.children, node)
+            self._tell_removed(node)
+            self._let_go(node)
+            node = parent
+
+    def _drop_root(self, block: Block) -> None:
+        assert isinstance(block, RootBlock)
+        if block.attached:
+            block.attached = False
+            del self._roots[block.scope.data]
+
+    def _drop_subtree(self, top: Block) -> None:
+        """Forget all blocks from `top` on, which its parent no longer lists; parents are reported first."""
+        gone = _subtree(top)
+        for block in gone:
+            if block.ordinal >= 0:
+                self._tell_removed(block)
+        for block in gone:
+            pages = block.pages
+            if block.ordinal >= 0:
+                self._let_go(block)
+            block.attached = False
+            block.children = None
+            self._give_back_all(pages)
+
+    def _tell_removed(self, block: Block) -> None:
+        """Before the block's links are cut: its key still needs them."""
+        if self._index is not None:
+            del self._index[block.block_key()]
+        if self.listener is not None:
+            block.block_key()
+            self.listener.block_removed(block)
+
+    def _let_go(self, block: Block) -> None:
+        """Cut a block's links; whoever still refers to it finds its tokens, and that it is detached."""
+        block.attached = False
+        block.parent = None
+        block.pages = self.no_pages
+        self.num_blocks -= 1
+
+    def _give_back_all(self, pages: tuple[Page | None, ...]) -> None:
+        for page in pages:
+            if page is not None:
+                self._give_back(page)
+
+    def _give_back(self, page: Page) -> None:
+        """Tell the storage that a page is listed no longer."""
+        if not page.alive():
+            return  # the storage dropped it in the same sweep
+        if page.status() == PageStatus.DROPPABLE:
+            self.keeper.discard(page)
+        else:
+            self.keeper.orphan(page)
+
+    def check_invariants(self) -> None:
+        """Assert the whole structure; O(blocks x life cycles)."""
+        blocks = self.all_blocks()
+        assert self.num_blocks == len(blocks), (self.num_blocks, len(blocks))
+        for root in self._roots.values():
+            assert root.attached
+            assert root.parent is None
+            assert self._roots[root.scope.data] is root
+            self._check_children(root)
+        for block in blocks:
+            assert block.attached
+            assert block.num_tokens == count_tokens(block.tokens) > 0
+            assert block.children is None or block.num_tokens == self.tokens_per_block, "a partial block has children"
+            self._check_children(block)
+            self._check_pages(block)
+            if self._index is not None:
+                assert self._index[block.block_key()] is block
+        if self._index is not None:
+            assert len(self._index) == len(blocks), "the key index lists blocks that are gone"
+
+    def _check_children(self, block: Block) -> None:
+        if block.children is not None:
+            fan.check(block.children)
+            for child in block.child_blocks():
+                assert child.parent is block
+                assert child.ordinal == block.ordinal + 1
+
+    def _check_pages(self, block: Block) -> None:
+        for i in range(len(block.pages)):
+            page = block.pages[i]
+            if page is not None:
+                assert page.life_cycle == i
+                assert page.owner is block, "a listed page has another owner"
+                assert 0 < page.coverage <= block.num_tokens, (page.coverage, block.num_tokens)
+        before = (block.covered, block.reach, block.ends)
+        self._recount(block)
+        assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"
+
+
+def _block(leaf: object) -> Block:
+    """The leaves of the tree's fans, and the owners of its pages, are its blocks."""
+    assert isinstance(leaf, Block)
+    return leaf
+
+
+def _subtree(top: Block) -> list[Block]:
+    """A block and its descendants, parents first."""
+    result: list[Block] = []
+    stack = [top]
+    while stack:
+        block = stack.pop()
+        result.append(block)
+        stack.extend(block.child_blocks())
+    return result
+
+
+def _with_page(pages: tuple[Page | None, ...], life_cycle: int, page: Page | None) -> tuple[Page | None, ...]:
+    changed = list(pages)
+    changed[life_cycle] = page
+    return tuple(changed)

@@ -1,0 +1,1 @@
+"""Tests of which tokens are already cached."""
