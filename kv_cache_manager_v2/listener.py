@@ -6,13 +6,13 @@ manager, and what is costly (keys, records) is made when the notes are read, not
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 
 from mypy_extensions import mypyc_attr
 
 
 @mypyc_attr(acyclic=True)
-class CachedBlock(ABC):
+class CachedBlock(metaclass=ABCMeta):
     """A block of tokens in the reuse tree, as a listener sees it."""
 
     @abstractmethod
