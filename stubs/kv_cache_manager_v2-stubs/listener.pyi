@@ -1,6 +1,6 @@
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 
-class CachedBlock(ABC):
+class CachedBlock(metaclass=ABCMeta):
     @abstractmethod
     def block_key(self) -> bytes: ...
     @abstractmethod
