@@ -57,7 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = config.getoption("--expect-build")
     if expected is not None:
         problem = wrong_build(expected)
-        os.environ["PYTHONSAFEPATH"] = "1"  # nor may a child process started in the root find the sources instead
     else:
         left = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.so"))
         problem = f"compiled modules lie beside the sources, which they would shadow; remove them: {' '.join(left)}" if left else ""
