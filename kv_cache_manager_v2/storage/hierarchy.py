@@ -213,6 +213,29 @@ class Hierarchy(PageKeeper):
                 return None
         return self._make_room(GPU_LEVEL, list(need), load, list(keep), True)
 
+    def foresee(self, need: Sequence[int], given: Sequence[Page], parked: Sequence[Page]) -> Shortage | None:
+        """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `parked` instead of locking them.
+
+        Changes nothing, so that whoever trades pages for others can ask before it gives any up.
+        """
+        shortage = self._planner.foresee(list(need), given, parked, self.settling.busy_pages())
+        if shortage is not None and self.settling.in_flight > 0 and not shortage.permanent:
+            self.settling.wait()
+            self.settle()
+            shortage = self._planner.foresee(list(need), given, parked, self.settling.busy_pages())
+        return shortage
+
+    def raise_priority(self, page: Page, priority: int) -> None:
+        """Evict the page no earlier than this priority says; a page whose priority is higher keeps it."""
+        if priority <= page.priority:
+            return
+        queued = page.queued
+        if queued:
+            self.levels.dequeue(page)
+        page.priority = priority
+        if queued:
+            self.levels.enqueue(page)
+
     def prefetch(self, pages: list[Page], level: int) -> Shortage | None:
         """Bring pages from colder levels to `level`; those on it become the youngest of their queue, warmer ones stay.
 

@@ -48,6 +48,7 @@ class Page:
         self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
         self.transfers = 0  # file transfers in flight that carry its bytes: until 0, nobody knows whether they are right
         self.lost = False  # a transfer failed: the bytes are not what they should be
+        self.plans = 0  # planned drops that name it; it goes with the last of them if nobody uses it then
         self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
         self.queued = False
         self.before: Page | None = None  # neighbours in the eviction queue, while queued

@@ -9,6 +9,9 @@ room[l] = open[l] + droppable[l] + room[l + 1], with room[last + 1] = 0. Droppab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.storage.levels import Levels
 from kv_cache_manager_v2.storage.page import Page
 
@@ -16,14 +19,15 @@ from kv_cache_manager_v2.storage.page import Page
 class Shortage:
     """Why something did not fit; falsy nowhere: a missing shortage is None."""
 
-    def __init__(self, pool_group: int, level: int, missing: int, permanent: bool) -> None:
+    def __init__(self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False) -> None:
         self.pool_group = pool_group
         self.level = level  # the cache level on which slots were wanted
         self.missing = missing  # slots short
+        self.gate = gate  # refused before looking for room: the pool group is used beyond max_util_for_resume, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
 
     def __repr__(self) -> str:
-        kind = "permanent" if self.permanent else "for now"
+        kind = "permanent" if self.permanent else "used beyond max_util_for_resume" if self.gate else "for now"
         return f"Shortage(pool group {self.pool_group}, level {self.level}: {self.missing} slots short, {kind})"
 
 
@@ -131,6 +135,35 @@ class Planner:
                 self.plans.append(self._choose(target, group))
         return None
 
+    def foresee(self, need: list[int], given: Sequence[Page], parked: Sequence[Page], keep: Sequence[Page]) -> Shortage | None:
+        """Whether `need[g]` GPU slots could be had once the caller has unlocked `given` and turned its locks on `parked` into
+        holds.
+
+        Changes nothing; each of these pages is locked by the caller. `keep` are no victims. O(groups x levels + pages named).
+        """
+        self._start(need)
+        levels = self._levels
+        for page in keep:
+            self._mark(page)
+        freed = [0] * levels.num_groups
+        held = [0] * levels.num_groups
+        for page in given:
+            if page.locks > 1 or page.mark == self.number:
+                continue
+            if page.holds > 0:
+                held[page.pool_group] += 1
+            else:  # free at once, or droppable and queued
+                freed[page.pool_group] += 1
+        for page in parked:
+            if page.locks == 1 and page.mark != self.number:
+                held[page.pool_group] += 1
+        for group in range(levels.num_groups):
+            goal = need[group] - freed[group]
+            missing = self._missing(GPU_LEVEL, group, goal, held[group]) if goal > 0 else 0
+            if missing > 0:
+                return Shortage(group, GPU_LEVEL, missing, need[group] > levels.total(GPU_LEVEL, group))
+        return None
+
     def _start(self, need: list[int]) -> None:
         self.number += 1
         self.plans = []
@@ -185,7 +218,7 @@ class Planner:
             return rooms(target, open_slots, droppable)
         return [0] * (len(open_slots) + 1)
 
-    def _missing(self, target: int, group: int, goal: int) -> int:
+    def _missing(self, target: int, group: int, goal: int, more_held: int = 0) -> int:
         levels = self._levels
         cell = target * levels.num_groups + group
         free = levels.allocators[cell].free
@@ -193,7 +226,7 @@ class Planner:
             return 0
         droppable = self._droppable(group)
         room = self._rooms(target, self._open_slots(group), droppable)
-        held = levels.queues[cell].held - self._marked_held[cell]
+        held = levels.queues[cell].held - self._marked_held[cell] + more_held
         return shortfall(goal, free, droppable[target], held, room[target + 1])
 
     def _choose(self, target: int, group: int) -> GroupPlan:
