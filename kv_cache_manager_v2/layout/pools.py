@@ -110,7 +110,8 @@ class BufferPlace:
         self.expansion = 1  # repetitions: the buffer's own blocks in one block of ours
         self.scale = 1  # buffers in the coalesced buffer
         self.position = 0  # which of them this is: offset / size
-        self.layer_util = 1  # how many of them belong to this buffer's layer
+        self.layer_util = 1  # how many of them belong to this buffer's layer; they lie side by side
+        self.layer_first = 0  # position of the first of those
 
     @property
     def stride(self) -> int:
@@ -195,6 +196,7 @@ class StorageLayout:
                         place = self._places[buffer]
                         assert (place.pool_group, place.pool, place.position) == (pool_group, pool, position)
                         assert (place.offset, place.size) == (position * place.size, coalesced.single_buffer_size)
+                        assert place.layer_first <= position < place.layer_first + place.layer_util
                         assert (place.scale, place.stride * place.expansion) == (coalesced.num_buffers, place.size)
         assert len(self._places) == len(self.all_buffer_ids)
 
@@ -308,6 +310,7 @@ def _place_variant(
     for pool, coalescing in enumerate(pools):
         scale = len(coalescing.buffers)
         utilisation = _utilisation(coalescing)
+        first_of: dict[LayerId, int] = {}
         for position, buffer in enumerate(coalescing.buffers):
             place = BufferPlace(life_cycle, pool_group, PoolId(pool))
             place.size = coalescing.size
@@ -316,6 +319,7 @@ def _place_variant(
             place.position = position
             place.offset = position * coalescing.size
             place.layer_util = utilisation[buffer.layer_id]
+            place.layer_first = first_of.setdefault(buffer.layer_id, position)
             layout._places[buffer] = place
             layout.index_span[pool_group] = max(layout.index_span[pool_group], scale * place.expansion)
         described.append(CoalescedBuffer(coalescing.size, tuple(coalescing.buffers)))

@@ -1,0 +1,162 @@
+"""From slot ids to page indices to addresses, as an attention kernel counts them.
+
+Rule: byte offsets are Python ints and never wrap; page indices are int32, and what does not fit is refused, not wrapped.
+
+A kernel addresses a buffer as base + stride * index. With S buffers in the coalesced buffer, the buffer at position k, and e
+repetitions of the buffer's own blocks in one of ours, slot b has the indices
+
+    SHARED     (b * S) * e + i          base = pool base + offset of the buffer; all layers of a group use equal indices
+    PER_LAYER  (b * S + k) * e + i      base = pool base
+
+for i = 0 .. e-1, and a block without a page has e times BAD.
+
+A *scratch* block has no slot: while one layer runs, it borrows parts of slots that serve several blocks. If the layer has u of the
+S buffers, at positions k0 .. k0 + u - 1, the p-th block of the scratch range keeps the buffer at position k in part
+t = p * u + (k - k0), counted through the scratch slots from each slot's part k0 on: slot t // S, part (t + k0) mod S. So no two
+buffers of a layer ever meet, whatever u and S are, and q blocks need ceil(q * u / S) slots.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, PageIndexMode
+from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div
+from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
+
+
+class ScratchDesc:
+    """The scratch blocks of one request in one layer group, and the slots that they share. Truthy iff there are any blocks."""
+
+    def __init__(self, range: HalfOpenRange, slot_ids: Sequence[int]) -> None:
+        self.range = range  # block ordinals
+        self.slot_ids = list(slot_ids)
+
+    def __bool__(self) -> bool:
+        return bool(self.range)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ScratchDesc):
+            return NotImplemented
+        return self.range == other.range and self.slot_ids == other.slot_ids
+
+    def __hash__(self) -> int:
+        return hash((self.range, tuple(self.slot_ids)))
+
+    def __repr__(self) -> str:
+        return f"ScratchDesc({self.range!r}, {self.slot_ids!r})"
+
+
+class PageIndexConverter:
+    """Turns base page indices (slot ids by block ordinal) into the page indices of one buffer. Keeps no state."""
+
+    def __init__(self, place: BufferPlace, scratch_enabled: bool = False) -> None:
+        self.scale = place.scale  # buffers in the coalesced buffer
+        self.layer_offset = place.position  # the buffer's position among them
+        self.expansion = place.expansion  # page indices for each block
+        self.layer_util = place.layer_util  # buffers of the layer in the coalesced buffer
+        self.layer_first = place.layer_first  # position of the first of them
+        self.scratch_enabled = scratch_enabled  # then the caller must say the mode: the common default would be wrong
+
+    def __call__(
+        self, base_indices: Iterable[int], mode: PageIndexMode | None = None, scratch: ScratchDesc | None = None
+    ) -> array[int]:
+        """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
+
+        `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED where scratch blocks may
+        occur, if the scratch slots are too few for their blocks, or if an index does not fit int32.
+        """
+        with_scratch = scratch is not None and bool(scratch)
+        if mode is None and (with_scratch or self.scratch_enabled):
+            raise ConfigError("the page index mode is missing; with scratch reuse pass mode=PageIndexMode.PER_LAYER")
+        if with_scratch and mode is not PageIndexMode.PER_LAYER:
+            raise ConfigError(f"scratch blocks cannot be addressed in mode {mode}; pass mode=PageIndexMode.PER_LAYER")
+        scale = self.scale
+        offset = self.layer_offset if mode is PageIndexMode.PER_LAYER else 0
+        bases = _as_list(base_indices)
+        pages = [base * scale + offset if base >= 0 else BAD_PAGE_INDEX for base in bases]
+        if scratch is not None and with_scratch:
+            self._place_scratch(pages, scratch)
+        if self.expansion > 1:
+            pages = self._expand(pages)
+        try:
+            return array("i", pages)
+        except OverflowError:
+            raise ConfigError(f"page index {max(pages)} does not fit int32, whose largest value is {INT32_MAX}") from None
+
+    def _place_scratch(self, pages: list[int], scratch: ScratchDesc) -> None:
+        """Overwrite the pages of scratch blocks, as far as the list reaches."""
+        beg = scratch.range.beg
+        end = min(scratch.range.end, len(pages))
+        scale, util, first = self.scale, self.layer_util, self.layer_first
+        slots = scratch.slot_ids
+        needed = ceil_div((end - beg) * util, scale) if end > beg else 0
+        if len(slots) < needed:
+            raise ConfigError(
+                f"{end - beg} scratch blocks of {util} of {scale} parts each need {needed} slots, "
+                f"but the descriptor has {len(slots)}; pass the one of the request's present lengths"
+            )
+        part = self.layer_offset - first
+        for ordinal in range(beg, end):
+            pages[ordinal] = slots[part // scale] * scale + (part + first) % scale
+            part += util
+
+    def _expand(self, pages: list[int]) -> list[int]:
+        """Each page index as `expansion` consecutive ones of the buffer's own, smaller blocks."""
+        expansion = self.expansion
+        expanded: list[int] = []
+        repetitions = list(range(expansion))
+        absent = [BAD_PAGE_INDEX] * expansion
+        for page in pages:
+            if page >= 0:
+                first = page * expansion
+                expanded += [first + repetition for repetition in repetitions]
+            else:
+                expanded += absent
+        return expanded
+
+
+def _as_list(indices: Iterable[int]) -> list[int]:
+    """A list of plain ints; buffers (array, memoryview, numpy) are unpacked in one go."""
+    if isinstance(indices, list):
+        return indices
+    if isinstance(indices, tuple):
+        return list(indices)
+    if isinstance(indices, array):
+        return indices.tolist()
+    return _unpack(indices)
+
+
+def _unpack(indices: object) -> list[int]:
+    try:
+        view = memoryview(indices)  # type: ignore[arg-type]
+    except TypeError:
+        return [int(index) for index in indices]  # type: ignore[attr-defined]
+    return view.tolist()
+
+
+def page_index_upper_bound(layout: StorageLayout, place: BufferPlace, num_slots: int) -> int:
+    """Exclusive bound of a buffer's SHARED page indices, counted from its own base address to the end of its pool.
+
+    A tensor of this many pages over the buffer's base address stays inside the pool.
+    """
+    slot_bytes = layout.slot_sizes[place.pool_group][place.pool]
+    return (slot_bytes // place.size * num_slots - place.position) * place.expansion
+
+
+def buffer_base(place: BufferPlace, pool_base: int, mode: PageIndexMode) -> int:
+    """Address that page index 0 of a buffer stands for."""
+    return pool_base + place.offset if mode is PageIndexMode.SHARED else pool_base
+
+
+def resolve_mode(layout: StorageLayout, mode: PageIndexMode | None) -> PageIndexMode:
+    """The mode that a caller means. Raises ConfigError if it is left out although scratch reuse is on."""
+    if mode is not None:
+        return mode
+    if layout.max_rewind is not None:
+        raise ConfigError(
+            "the page index mode is missing; with scratch reuse pass PageIndexMode.PER_LAYER, or SHARED for no scratch"
+        )
+    return PageIndexMode.SHARED
