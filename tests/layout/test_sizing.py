@@ -114,6 +114,16 @@ def test_unused_remainder_flows_to_heavier_groups() -> None:
     assert split_quota(10 * GRAIN, GRAIN, [[3 * GRAIN], [GRAIN]], [0.4, 0.6], [1, 1]) == [1, 7]
 
 
+def test_the_lightest_group_chooses_first() -> None:
+    """14 bytes for slots of 2, weights 2 : 1. The lighter one gets round(4.67) = 5 bytes, uses 4, and leaves 10, not 9."""
+    assert split_quota(14, 1, [[2], [2]], [2.0, 1.0], [3, 1]) == [5, 2]
+
+
+def test_a_group_at_its_floor_leaves_first() -> None:
+    """Storage 3.4.2: a group whose share gives exactly its floor is fixed too; the others then share anew, here 7 for the first."""
+    assert split_quota(13, 1, [[1], [1], [5]], [4.0, 1.0, 4.0], [1, 1, 1]) == [7, 1, 1]
+
+
 def test_left_over_grains_are_handed_out() -> None:
     """Storage 12.7: what the heaviest group cannot use goes to a lighter one that can."""
     # shares of 11 grains: 3 to the first (3 slots), 8 to the second, which uses 5: 3 grains would be lost

@@ -57,6 +57,7 @@ class BufferPlace:
     scale: int
     position: int
     layer_util: int
+    layer_first: int
 
     def __init__(self, life_cycle: LifeCycleId, pool_group: PoolGroupId, pool: PoolId) -> None: ...
     @property
