@@ -1,0 +1,200 @@
+"""The CUDA driver: `Driver` on a real GPU, through `cuda.bindings.driver`.
+
+Rule: this file only composes. What a call means to the device is in cuda_memory and cuda_streams, how files move is in cuda_io; no
+file above the seam knows that any of them exists. Importing it needs no package and no GPU, making a `CudaDriver` needs both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
+from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
+from kv_cache_manager_v2.extras.cuda_context import CudaContext, load_bindings
+from kv_cache_manager_v2.extras.cuda_gates import GateWords
+from kv_cache_manager_v2.extras.cuda_io import CudaTransfers, FileMover
+from kv_cache_manager_v2.extras.cuda_memory import CudaMemory
+from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
+from kv_cache_manager_v2.ids import Stream
+
+
+class CudaDriver(Driver):
+    """A GPU. Streams are the driver's handles as ints, so an engine's own (torch's `stream.cuda_stream`) can be passed.
+
+    device: ordinal among the visible GPUs. bindings: a module to use in place of `cuda.bindings.driver`. io_threads: how many file
+    transfers run at once. transfer_timeout: seconds from a file transfer's start until its gate opens as GATE_TIMED_OUT.
+    move: what moves the bytes of a file range.
+
+    Raises DeviceUnavailableError if the device cannot be initialised. Thread safe.
+
+    On a device without stream memory operations (the driver's own answer), `wait_gate` blocks the calling thread until the gate
+    opens. A host function would keep the stream waiting just as well, but all host functions share one thread of the driver, and
+    one that waits for a file could stand in front of the one that the file waits for.
+    """
+
+    def __init__(
+        self,
+        device: int = 0,
+        *,
+        bindings: ModuleType | None = None,
+        io_threads: int = DEFAULT_IO_THREADS,
+        transfer_timeout: float = DEFAULT_TIMEOUT_S,
+        move: FileMover = move_file_range,
+    ) -> None:
+        if device < 0:
+            raise ConfigError(f"device is {device}: ordinals of GPUs count from 0")
+        pool = TransferPool(io_threads, transfer_timeout)
+        module = load_bindings() if bindings is None else bindings
+        self._context = CudaContext(module, device)
+        try:
+            self._memory = CudaMemory(module, self._context)
+            self._streams = CudaStreams(module, self._context)
+            self._words = GateWords(self._memory)
+        except BaseException:
+            self._context.close()
+            raise
+        self._transfers = CudaTransfers(self._streams, self._words, pool, move)
+        self._transfer_timeout = transfer_timeout
+        self._closed = False
+
+    @property
+    def device(self) -> int:
+        """The GPU's ordinal."""
+        return self._context.ordinal
+
+    def describe(self) -> str:
+        context, streams = self._context, self._streams
+        version = f"{context.version // 1000}.{context.version % 1000 // 10}"
+        batches = "batched copies" if streams.has_batch_copy else "single copies"
+        gates = "streams wait for files" if streams.can_wait_for_memory else "the host waits for files"
+        return f"CUDA device {context.ordinal} ({context.name}), driver {version}, {batches}, {gates}"
+
+    # --- device memory
+
+    def granularity(self) -> int:
+        return self._memory.granularity
+
+    def reserve(self, nbytes: int) -> int:
+        return self._memory.reserve(nbytes)
+
+    def release_reservation(self, address: int, nbytes: int) -> None:
+        self._memory.release_reservation(address, nbytes)
+
+    def create_chunk(self, nbytes: int) -> int:
+        return self._memory.create_chunk(nbytes)
+
+    def destroy_chunk(self, chunk: int) -> None:
+        self._memory.destroy_chunk(chunk)
+
+    def map_chunk(self, address: int, nbytes: int, chunk: int) -> None:
+        self._memory.map_chunk(address, nbytes, chunk)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._memory.unmap(address, nbytes)
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        self._memory.set_access(address, nbytes)
+
+    # --- host memory
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self._memory.host_register(address, nbytes)
+
+    def host_unregister(self, address: int, nbytes: int) -> None:
+        self._memory.host_unregister(address, nbytes)
+
+    # --- streams and events
+
+    def create_stream(self) -> Stream:
+        return self._streams.create_stream()
+
+    def destroy_stream(self, stream: Stream) -> None:
+        self._streams.destroy_stream(stream)
+
+    def create_event(self) -> int:
+        return self._streams.create_event()
+
+    def destroy_event(self, event: int) -> None:
+        self._streams.destroy_event(event)
+
+    def record_event(self, event: int, stream: Stream) -> None:
+        self._streams.record_event(event, stream)
+
+    def wait_event(self, stream: Stream, event: int) -> None:
+        self._streams.wait_event(stream, event)
+
+    def query_event(self, event: int) -> bool:
+        return self._streams.query_event(event)
+
+    def synchronize_event(self, event: int) -> None:
+        self._streams.synchronize_event(event)
+
+    def synchronize(self) -> None:
+        self._transfers.drain()  # first: streams may wait for their gates
+        self._context.synchronize()
+
+    # --- work
+
+    def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None:
+        self._streams.copy(stream, destination, source, nbytes)
+
+    def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None:
+        self._streams.copy_batch(stream, destinations, sources, nbytes)
+
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
+        self._streams.launch(stream, function)
+
+    # --- files
+
+    def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
+        return self._transfers.submit(stream, fd, offset, address, nbytes, writes=False)
+
+    def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
+        return self._transfers.submit(stream, fd, offset, address, nbytes, writes=True)
+
+    def wait_gate(self, stream: Stream, gate: int) -> None:
+        transfer = self._transfers.gate(gate)
+        if transfer.state != GATE_PENDING:
+            return
+        if self._streams.can_wait_for_memory:
+            self._streams.wait_for_value(stream, transfer.word.device_address, transfer.target)
+        else:
+            self._transfers.wait_open(transfer)
+
+    def poll_gate(self, gate: int) -> int:
+        return self._transfers.gate(gate).state
+
+    def gate_error(self, gate: int) -> str:
+        return self._transfers.gate(gate).error
+
+    def release_gate(self, gate: int) -> None:
+        self._transfers.release(gate)
+
+    def close(self) -> None:
+        """Finish all work and give everything back, leaks included; raises LogicError naming them. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        leaks: list[str] = []
+        failures: list[str] = []
+        steps: list[Callable[[], list[str]]] = [self._finish, self._streams.give_back_all, self._memory.give_back_all]
+        for step in steps:  # each, whatever the one before met: the device may be lost
+            try:
+                leaks += step()
+            except KVCacheError as error:
+                failures.append(str(error))
+        self._context.close()
+        if failures:
+            raise LogicError(f"the driver was closed, but not everything could be given back: {'; '.join(failures)}")
+        if leaks:
+            shown = "; ".join(leaks[:8]) + (f"; and {len(leaks) - 8} more" if len(leaks) > 8 else "")
+            raise LogicError(f"the driver was closed with {len(leaks)} things not given back: {shown}")
+
+    def _finish(self) -> list[str]:
+        """End all work and the threads; returns the gates that nobody released, in words."""
+        leaks = self._transfers.close(self._transfer_timeout)
+        self._context.synchronize()
+        self._words.close()
+        return leaks
