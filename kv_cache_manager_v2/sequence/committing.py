@@ -1,0 +1,276 @@
+"""Commit: tokens become final, full blocks enter the reuse tree.
+
+Rule: commit is publication order only. The bytes may still be in flight on the request's stream; whoever uses a published page
+waits for its ready point. Nothing here needs a page that it might not get: an identical block that someone else committed
+first is adopted in place, and a snapshot that finds no room is skipped.
+"""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, Point
+from kv_cache_manager_v2.reuse.tokens import TokenSequence
+from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, Block
+from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
+from kv_cache_manager_v2.sequence.growth import advance_history
+from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.storage.page import Page
+
+
+def check_commit(state: SequenceState, count: int) -> None:
+    """Raise unless `count` more tokens may be committed now; changes nothing."""
+    if not state.commit_allowed:
+        raise LogicError("Cannot commit tokens after stop_committing()")
+    after = state.committed + count
+    if after > state.capacity:
+        raise ConfigError(f"committing {count} tokens after {state.committed} passes the capacity {state.capacity}: resize first")
+    if state.shared.commit_min_snapshot and state.history not in (state.committed, after):
+        raise LogicError(
+            f"with commit_min_snapshot the history length must be {state.committed} or {after} when {count} tokens are committed; "
+            f"it is {state.history}: a snapshot is good at one length only"
+        )
+
+
+def append_inside_block(state: SequenceState, token: int) -> bool:
+    """The decode step: one id that fills no block and moves no window. False, nothing changed, if it is not that simple."""
+    after = state.committed + 1
+    if (
+        state.status != ACTIVE
+        or not 0 <= token < TOKEN_ID_LIMIT
+        or after % state.tokens_per_block == 0
+        or after > state.capacity
+        or not state.commit_allowed
+        or state.provision is not None
+        or state.shared.commit_min_snapshot
+        or state.width > 1
+    ):
+        return False
+    if after > state.history:
+        if after >= state.next_stale:
+            return False
+        state.history = after
+    state.tail_ids.append(token)
+    state.committed = after
+    return True
+
+
+def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end: bool) -> None:
+    """Append tokens to the committed ones and publish every block that they fill. The caller has checked `check_commit`.
+
+    `beams`: the beam of each block touched, from `choose_beams`; empty at width 1.
+    With `is_end` no snapshot is copied: the live pages themselves go to the tree when committing stops.
+    """
+    size = state.tokens_per_block
+    after = state.committed + tokens.num_tokens
+    history = max(state.history, after)
+    first = len(state.block_tokens)
+    full = after // size
+    if full > first or history >= state.next_stale:
+        point = state.shared.timeline.record(state.stream)
+        if full > first:
+            _publish_blocks(state, tokens, full, history, point, beams)
+    if beams:
+        state.tail_beam = beams[-1]
+    _append_tail(state, tokens, full * size)
+    state.committed = after
+    if history > state.history:
+        advance_history(state, history)
+    _release_stale(state, first, len(state.block_tokens))
+    if state.shared.commit_min_snapshot and not is_end:
+        _snapshot(state)
+
+
+def _append_tail(state: SequenceState, tokens: TokenSequence, beg: int) -> None:
+    """Keep the tokens from position `beg` of the request on, those past its last full block, as the tail."""
+    offset = beg - state.committed  # position of `beg` in `tokens`
+    if offset <= 0:
+        state.tail = state.pack_tail() + tokens.data
+    else:
+        state.tail = tokens.slice_bytes(offset, tokens.num_tokens)
+
+
+def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, history: int, point: Point, beams: list[int]) -> None:
+    """Insert the blocks up to `full` below our tip, adopting identical ones."""
+    size = state.tokens_per_block
+    tree = state.shared.tree
+    tip = state.tip
+    parent = _parent(state)
+    pending = state.pack_tail()
+    state.tail = b""
+    first = len(state.block_tokens)
+    for ordinal in range(first, full):
+        beg = ordinal * size - state.committed
+        data = tokens.slice_bytes(max(beg, 0), beg + size)
+        if pending:
+            data = pending + data
+            pending = b""
+        if beams:
+            settle_block(state, ordinal, beams[ordinal - first], point)
+        if not parent.attached:  # what we build on was lost: ours stays private
+            state.block_tokens.append(data)
+            continue
+        block, outcome = tree.insert(parent, data, size)
+        if state.provision is not None:
+            state.provision.add(tree, block)
+        _settle_block(state, block, ordinal, outcome, history, point)
+        state.block_tokens.append(block.tokens)
+        parent = block
+    tree.pin(parent)
+    if tip is not None:
+        tree.unpin(tip)
+    state.tip = parent
+
+
+def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
+    """Decide page by page whose bytes stand for a full block: ours, or those of whoever committed it first."""
+    shared = state.shared
+    size = state.tokens_per_block
+    for lane in state.main_lanes:
+        page = lane.pages[ordinal]
+        if page is None or page.owner is not None:  # a fork may have published it before us
+            continue
+        beg, end = lane.life_cycle.stale(history)
+        stale = beg <= ordinal < end
+        if stale and shared.commit_min_snapshot:
+            continue  # given up when the history advances
+        theirs = block.pages[lane.index]
+        if outcome != BLOCK_EXISTS or theirs is None or theirs.coverage < size:
+            page.ready = shared.timeline.merge(page.ready, point)
+            shared.tree.install(block, page, size)
+        elif not stale and block.unsettled == 0:
+            _adopt(state, lane, ordinal, page, theirs, point)
+
+
+def _adopt(state: SequenceState, lane: Lane, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
+    """Use the page of an identical block instead of ours; a colder one takes over our GPU slot."""
+    shared = state.shared
+    hierarchy = shared.hierarchy
+    if theirs.level > 0:
+        if ours.locks + ours.holds > 1:
+            return  # a fork shares it: it stays private to the two
+        ours.ready = shared.timeline.merge(ours.ready, point)
+        hierarchy.take_over(theirs, ours)
+    else:
+        shared.timeline.wait(state.stream, theirs.ready)
+        hierarchy.lock(theirs)
+        theirs.priority = max(theirs.priority, ours.priority)
+        hierarchy.unlock(ours, point)
+        if theirs.transfers > 0:
+            state.await_page(theirs)
+        lane.row.set(ordinal, theirs.slot)
+    lane.pages[ordinal] = theirs
+
+
+def _release_stale(state: SequenceState, first: int, last: int) -> None:
+    """Let go of the stale pages of blocks first..last, which only waited for a commit."""
+    for lane in state.lanes:
+        beg, end = lane.stale(state.history)
+        for ordinal in range(max(beg, first), min(end, last)):
+            page = lane.pages[ordinal]
+            if page is not None:
+                lane.pages[ordinal] = None
+                state.shared.hierarchy.release(page)
+
+
+def _snapshot(state: SequenceState) -> None:
+    """Copy into the tree what a later request needs to start at exactly this length: the live partial block, and the SSM state."""
+    shared = state.shared
+    hierarchy = shared.hierarchy
+    covered = state.tail_length()
+    block = state.tip
+    if not _parent(state).attached:
+        return
+    if state.tail_beam > 0:
+        exchange_beams(state, state.tail_beam)
+    if covered > 0:
+        block = _insert_tail(state)
+        for lane in state.main_lanes:
+            page = lane.pages[len(state.block_tokens)]
+            present = block.pages[lane.index]
+            if page is None or (present is not None and present.coverage >= covered):
+                continue
+            copy = hierarchy.try_copy(page, page.priority, state.stream)
+            if copy is not None and not shared.tree.install(block, copy, covered):
+                hierarchy.orphan(copy)
+    assert block is not None, "something has been committed"
+    recurrence = state.recurrence
+    if recurrence is not None:
+        coverage = covered if covered > 0 else state.tokens_per_block
+        priority = state.page_priority(block.ordinal, recurrence.life_cycle)
+        copy = recurrence.snapshot(hierarchy, block, coverage, priority, state.stream)
+        if copy is not None and not shared.tree.install(block, copy, coverage):
+            hierarchy.orphan(copy)
+    if covered > 0:
+        shared.tree.unpin(block)  # leaves the tree again if no page found room
+
+
+def _insert_tail(state: SequenceState) -> Block:
+    """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
+    shared = state.shared
+    block, _outcome = shared.tree.insert(_parent(state), state.pack_tail(), state.tail_length())
+    shared.tree.pin(block)
+    if state.provision is not None:
+        state.provision.add(shared.tree, block)
+    return block
+
+
+def _parent(state: SequenceState) -> Block:
+    """The tree block under which our next block goes."""
+    tip = state.tip
+    return tip if tip is not None else state.shared.tree.root(state.scope)
+
+
+def stop_committing(state: SequenceState, is_end: bool) -> None:
+    """Publish the committed part of the last block from the live page, then give up what only waited for a commit. Idempotent.
+
+    With `is_end` the live SSM state becomes the snapshot of the committed length: the caller promises not to write any more.
+    """
+    if not state.commit_allowed:
+        return
+    block = state.tip
+    if state.tail_beam > 0:
+        exchange_beams(state, state.tail_beam)
+    if state.tail_length() > 0 and not state.borrowed_tail and _parent(state).attached:
+        block = _publish_tail(state)
+    if is_end and block is not None and block.attached:
+        _publish_state(state, block)
+    if block is not None and block is not state.tip:
+        state.shared.tree.unpin(block)
+    state.commit_allowed = False
+    _release_stale(state, len(state.block_tokens), state.num_blocks)
+
+
+def _publish_tail(state: SequenceState) -> Block:
+    """The tree gets the live page itself: its owner stays the only writer of what lies past the committed tokens.
+
+    Returns the block, pinned.
+    """
+    shared = state.shared
+    covered = state.tail_length()
+    block = _insert_tail(state)
+    point = shared.timeline.record(state.stream) if state.status == ACTIVE else NULL_POINT
+    for lane in state.main_lanes:
+        page = lane.pages[len(state.block_tokens)]
+        present = block.pages[lane.index]
+        if page is None or page.owner is not None or (present is not None and present.coverage >= covered):
+            continue
+        page.ready = shared.timeline.merge(page.ready, point)
+        shared.tree.install(block, page, covered)
+    return block
+
+
+def _publish_state(state: SequenceState, block: Block) -> None:
+    """The tree gets the live SSM state itself, as the snapshot at the end of the committed tokens."""
+    recurrence = state.recurrence
+    if recurrence is None or recurrence.page is None or recurrence.borrowed:
+        return
+    shared = state.shared
+    page = recurrence.page
+    covered = state.tail_length()
+    coverage = covered if covered > 0 else state.tokens_per_block
+    present = block.pages[recurrence.index]
+    if present is not None and present.coverage >= coverage:
+        return
+    if state.status == ACTIVE:
+        page.ready = shared.timeline.merge(page.ready, shared.timeline.record(state.stream))
+    shared.tree.install(block, page, coverage)

@@ -1,0 +1,75 @@
+"""Fork: a second request that goes on from where an open one stands, for parallel sampling and tree-of-thought engines.
+
+Rule: copy on write. The fork holds the same pages; what it would write into (the block in which the history ends) is copied on
+its first resume, and blocks past the history are its own. Only recurrent state is copied at once, since its owner overwrites it.
+"""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2.errors import OutOfPagesError
+from kv_cache_manager_v2.sequence.indices import bad_run
+from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.storage.page import Page
+
+
+def fork(state: SequenceState, request_id: int | None) -> SequenceState:
+    """A SUSPENDED request with the same committed tokens and history, its capacity cut to the history.
+
+    Raises OutOfPagesError, with nothing changed, if recurrent state has to be copied and there is no slot for it.
+    """
+    shared = state.shared
+    twin = SequenceState(shared, state.scope, request_id, state.priority)
+    snapshot = _copy_state(state)
+    size = state.tokens_per_block
+    twin.committed = state.committed
+    twin.set_history(state.history)
+    twin.set_capacity(state.history)
+    twin.block_tokens = list(state.block_tokens)
+    twin.tail = state.pack_tail()
+    twin.commit_allowed = state.commit_allowed
+    twin.provision = state.provision.share() if state.provision is not None else None
+    twin.borrowed_tail = state.history % size != 0
+    if state.tip is not None:
+        twin.tip = state.tip
+        shared.tree.pin(state.tip)
+    if state.status == ACTIVE:
+        _mark_written(state)
+    for number, lane in enumerate(twin.lanes):
+        _share_pages(state, state.lanes[number], lane, twin.num_blocks)
+    if snapshot is not None and twin.recurrence is not None:
+        shared.hierarchy.hold(snapshot)
+        twin.recurrence.page = snapshot
+    return twin
+
+
+def _share_pages(state: SequenceState, source: Lane, lane: Lane, blocks: int) -> None:
+    """Hold the pages of the first blocks, those that wait for a late commit too."""
+    for ordinal in range(blocks):
+        page = source.pages[ordinal]
+        if page is not None:
+            state.shared.hierarchy.hold(page)
+        lane.pages.append(page)
+    lane.row.fill(bad_run(blocks))
+
+
+def _mark_written(state: SequenceState) -> None:
+    """What our stream has queued so far is what the fork's stream must wait for."""
+    shared = state.shared
+    point = shared.timeline.record(state.stream)
+    for lane in state.lanes:
+        for page in lane.pages:
+            if page is not None and page.owner is None:
+                shared.hierarchy.merge_ready(page, point)
+
+
+def _copy_state(state: SequenceState) -> Page | None:
+    """A copy of the live recurrent state, on whatever level has room for it."""
+    recurrence = state.recurrence
+    if recurrence is None or recurrence.page is None:
+        return None
+    copy = state.shared.hierarchy.try_copy(recurrence.page, recurrence.page.priority, state.stream)
+    if copy is None:
+        raise OutOfPagesError(
+            "fork(): no slot on any level for a copy of the recurrent state; suspend or close another cache first"
+        )
+    return copy

@@ -1,0 +1,235 @@
+"""Resize: history advances, capacity grows or shrinks.
+
+Rule: everything is checked and planned before anything changes. A step inside a block changes two integers; otherwise the cost
+is that of the blocks that come, go or fall out of a window, never of the sequence.
+"""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.sequence import scratch
+from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.storage.page import Page
+
+
+def stay_inside_block(state: SequenceState, capacity: int) -> bool:
+    """The decode step: a capacity that needs the blocks that there are. False, nothing changed, if it is not that simple."""
+    if (
+        state.steady_above < capacity <= state.steady_to
+        and capacity >= state.history
+        and state.status == ACTIVE
+        and state.provision is None
+        and not state.scratch
+    ):
+        state.capacity = capacity
+        state.capacity_sum += capacity
+        state.capacity_count += 1
+        return True
+    return False
+
+
+def resize(state: SequenceState, capacity: int, history: int) -> bool:
+    """Move to these lengths; False, with nothing changed but `last_shortage`, if the pages cannot be had.
+
+    Raises ConfigError for lengths that can never be right. The caller has checked that the request is ACTIVE.
+    """
+    check_lengths(state, capacity, history)
+    blocks = -(-capacity // state.tokens_per_block)
+    priorities: list[int] = []
+    if blocks > state.num_blocks:
+        _check_room(state, blocks)
+        priorities = _new_priorities(state, blocks)
+    spans = scratch.spans(state, history, capacity)
+    leaving = pages_leaving(state, history)
+    leaving.extend(_pages_for_scratch(state, spans))
+    need = scratch.missing(state, spans)
+    _add_new_blocks(state, need, history, blocks, spans)
+    if not _make_room(state, need, leaving, spans):
+        return False
+    state.set_history(history)
+    if blocks < state.num_blocks:
+        _shrink(state, blocks)
+    elif blocks > state.num_blocks:
+        _grow(state, blocks, priorities, spans)
+    scratch.take(state, spans)
+    state.set_capacity(capacity)
+    state.last_shortage = None
+    return True
+
+
+def advance_history(state: SequenceState, history: int) -> None:
+    """Settle tokens: pages that fall out of a window go, scratch that is no longer needed too. Needs no page."""
+    leaving = pages_leaving(state, history)
+    spans = scratch.spans(state, history, state.capacity)
+    if leaving or spans:
+        _let_go(state, leaving, spans)
+    state.set_history(history)
+
+
+def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], spans: list[tuple[int, int]]) -> bool:
+    """Let go of what the new lengths do not need and free the slots that they do, or change nothing.
+
+    What leaves counts as room for what comes: a window that slides needs no more pages than it has.
+    """
+    hierarchy = state.shared.hierarchy
+    given = [item.page for item in leaving if not _stays_held(state, item.ordinal)]
+    for number, span in enumerate(spans):
+        lane = state.lanes[number]
+        given.extend(lane.scratch[scratch.slots(state, lane, span) :])
+    if any(need):
+        if leaving or given:
+            parked = [item.page for item in leaving if _stays_held(state, item.ordinal)]
+            shortage = hierarchy.foresee(need, given, parked)
+        else:
+            shortage = hierarchy.acquire(need, [])
+        if shortage is not None:
+            state.last_shortage = shortage
+            return False
+    if leaving or given:
+        _let_go(state, leaving, spans)
+        if any(need):
+            shortage = hierarchy.acquire(need, [])
+            assert shortage is None, "what was foreseen fits"
+    return True
+
+
+def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int, int]]) -> None:
+    """Unlock pages that fell out of a window or whose block lies in scratch now, and give back scratch slots.
+
+    A page whose block may still be committed stays held, so that a later commit can publish it; every other one is given up.
+    """
+    hierarchy = state.shared.hierarchy
+    point = state.shared.timeline.record(state.stream)
+    for item in leaving:
+        item.lane.row.set(item.ordinal, BAD_PAGE_INDEX)
+        if _stays_held(state, item.ordinal):
+            hierarchy.hold_locked(item.page, point)
+        else:
+            item.lane.pages[item.ordinal] = None
+            hierarchy.unlock(item.page, point)
+    scratch.give_back(state, spans, point)
+
+
+def check_lengths(state: SequenceState, capacity: int, history: int) -> None:
+    """Raise ConfigError unless history <= capacity and the history does not go back."""
+    if history < state.history:
+        raise ConfigError(f"history_length {history} is below the present {state.history}: settled tokens cannot be unsettled")
+    if capacity < history:
+        raise ConfigError(f"capacity {capacity} is below history_length {history}: it must cover the history")
+    if capacity != state.capacity:
+        scratch.check_capacity_change(state, history)
+
+
+class Leaving:
+    """A locked page that falls out of its window."""
+
+    def __init__(self, lane: Lane, ordinal: int, page: Page) -> None:
+        self.lane = lane
+        self.ordinal = ordinal
+        self.page = page
+
+
+def pages_leaving(state: SequenceState, history: int) -> list[Leaving]:
+    """The locked pages that fall out of a window when `history` tokens are settled."""
+    leaving: list[Leaving] = []
+    if history < state.next_stale:
+        return leaving
+    for lane in state.lanes:
+        _old_beg, old_end = lane.stale(state.history)
+        beg, end = lane.stale(history)
+        for ordinal in range(max(old_end, beg), end):
+            page = lane.pages[ordinal]
+            if page is not None:
+                leaving.append(Leaving(lane, ordinal, page))
+    return leaving
+
+
+def _pages_for_scratch(state: SequenceState, spans: list[tuple[int, int]]) -> list[Leaving]:
+    """Pages of blocks that the scratch range has grown over: what is written there next goes to scratch."""
+    leaving: list[Leaving] = []
+    for number, (beg, end) in enumerate(spans):
+        lane = state.lanes[number]
+        for ordinal in range(beg, min(end, len(lane.pages))):
+            page = lane.pages[ordinal]
+            if page is not None:
+                leaving.append(Leaving(lane, ordinal, page))
+    return leaving
+
+
+def _stays_held(state: SequenceState, ordinal: int) -> bool:
+    """Whether a stale page still waits for its block's commit."""
+    return state.commit_allowed and not state.shared.commit_min_snapshot and ordinal >= len(state.block_tokens)
+
+
+def _check_room(state: SequenceState, blocks: int) -> None:
+    for lane in state.lanes:
+        room = lane.row.room()
+        if room < blocks:
+            raise ConfigError(
+                f"page-index buffer of layer group {lane.index} too short: {room} entries for {blocks} blocks; attach a longer one"
+            )
+
+
+def _add_new_blocks(state: SequenceState, need: list[int], history: int, blocks: int, spans: list[tuple[int, int]]) -> None:
+    """Add the slots for the new blocks, by pool group: none for blocks that are stale already, or lie in scratch."""
+    for number, lane in enumerate(state.lanes):
+        beg, end = lane.life_cycle.stale(history)
+        absent = max(0, min(end, blocks) - max(beg, state.num_blocks))
+        if spans:
+            beg, end = spans[number]
+            absent += max(0, min(end, blocks) - max(beg, state.num_blocks))
+        need[lane.pool_group] += max(0, blocks - state.num_blocks - absent)
+
+
+def _new_priorities(state: SequenceState, blocks: int) -> list[int]:
+    """The callback's priority of each new page, lane by lane; empty without a callback. Asked before anything changes."""
+    if state.priority is None:
+        return []
+    priorities: list[int] = []
+    for lane in state.lanes:
+        for ordinal in range(state.num_blocks, blocks):
+            priorities.append(state.page_priority(ordinal, lane.life_cycle))
+    return priorities
+
+
+def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> None:
+    """Add blocks, whose slots have been made free: one locked page a lane, none where the block is stale or lies in scratch."""
+    hierarchy = state.shared.hierarchy
+    timeline = state.shared.timeline
+    waited: Point = NULL_POINT
+    asked = 0
+    for number, lane in enumerate(state.lanes):
+        beg, end = lane.life_cycle.stale(state.history)
+        scratch_beg, scratch_end = spans[number] if spans else (0, 0)
+        for ordinal in range(state.num_blocks, blocks):
+            priority = priorities[asked] if priorities else PRIORITY_DEFAULT
+            asked += 1
+            if beg <= ordinal < end or scratch_beg <= ordinal < scratch_end:
+                lane.pages.append(None)
+                lane.row.append(BAD_PAGE_INDEX)
+                continue
+            page = hierarchy.new_page(lane.index, priority)
+            if page.ready != waited:
+                timeline.wait(state.stream, page.ready)
+                waited = page.ready
+            lane.pages.append(page)
+            lane.row.append(page.slot)
+
+
+def _shrink(state: SequenceState, blocks: int) -> None:
+    """Give up the trailing blocks, the last one first."""
+    hierarchy = state.shared.hierarchy
+    point = state.shared.timeline.record(state.stream)
+    for lane in state.lanes:
+        beg, end = lane.stale(state.history)
+        lane.row.truncate(blocks)
+        while len(lane.pages) > blocks:
+            ordinal = len(lane.pages) - 1
+            page = lane.pages.pop()
+            if page is None:
+                continue
+            if beg <= ordinal < end:
+                hierarchy.release(page)  # held for a late commit
+            else:
+                hierarchy.unlock(page, point)

@@ -1,0 +1,87 @@
+"""Planned drops: pages that only the next turn of a conversation needs, given up as soon as that turn has come.
+
+Rule: a plan marks, it never holds. A page that several plans name goes with the last of them, and only if nobody uses it then.
+Pages of full attention and sinks are never planned: every longer match needs them.
+"""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2.errors import AlreadyDroppedError, LogicError
+from kv_cache_manager_v2.ids import PageStatus
+from kv_cache_manager_v2.reuse.matching import Match, match
+from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.reuse.tree import Block
+from kv_cache_manager_v2.sequence.state import SequenceState, Shared
+from kv_cache_manager_v2.storage.page import Page
+
+
+class PlannedDropHandle:
+    """The pages that one committed endpoint keeps alive beyond what longer matches need. Discarding it applies the drop."""
+
+    def __init__(self, shared: Shared, pages: list[Page]) -> None:
+        """Not for users: `KVCache.plan_committed_block_drop` makes handles."""
+        self._shared = shared
+        self._pages = pages
+        self._dropped = False
+        for page in pages:
+            page.plans += 1
+
+    def __del__(self) -> None:
+        if not self._dropped:
+            self._shared.discarded_plans.append(self._pages)  # the next public call applies it: no work in a finaliser
+
+    def drop(self) -> None:
+        """Withdraw the plan; drops each page that no other plan names and nobody uses. Raises AlreadyDroppedError the second
+        time."""
+        if self._dropped:
+            raise AlreadyDroppedError("this planned drop has already been dropped")
+        self._dropped = True
+        pages = self._pages
+        self._pages = []
+        with self._shared.lock:
+            withdraw(self._shared, pages)
+
+
+def withdraw(shared: Shared, pages: list[Page]) -> None:
+    """One plan less for each page; those with none left are dropped if nobody uses them."""
+    for page in pages:
+        page.plans -= 1
+        if page.plans == 0 and page.alive() and page.owner is not None and page.status() == PageStatus.DROPPABLE:
+            shared.tree.drop_page(page)
+
+
+def plan(state: SequenceState) -> PlannedDropHandle | None:
+    """A handle on the pages that only a request starting at exactly the committed length needs; None if it could not start there.
+
+    Raises LogicError while committing goes on.
+    """
+    if state.commit_allowed:
+        raise LogicError("plan_committed_block_drop() needs stop_committing() first: the endpoint is not settled yet")
+    if state.committed == 0:
+        return None
+    shared = state.shared
+    tokens = pack(state.committed_tokens())
+    found = match(shared.tree, state.scope, tokens, True, 0)
+    if found.num_tokens != state.committed:
+        return None
+    return PlannedDropHandle(shared, _planned_pages(shared, found))
+
+
+def _planned_pages(shared: Shared, found: Match) -> list[Page]:
+    """Window pages that are not stale at the endpoint, sinks left out, and the snapshot at the endpoint."""
+    pages: list[Page] = []
+    last = found.blocks[-1]
+    for life_cycle in shared.life_cycles:
+        if not life_cycle.is_attention:
+            _add(pages, last, life_cycle.index)
+        elif life_cycle.window_size is not None:
+            _beg, end = life_cycle.stale(found.num_tokens)
+            for ordinal in range(max(end, life_cycle.num_sink_blocks), len(found.blocks)):
+                _add(pages, found.blocks[ordinal], life_cycle.index)
+    return pages
+
+
+def _add(pages: list[Page], block: Block, index: int) -> None:
+    page = block.pages[index]
+    if page is not None:
+        pages.append(page)

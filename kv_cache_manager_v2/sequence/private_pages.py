@@ -1,0 +1,26 @@
+"""Private pages: what a request writes into must be its own.
+
+Rule: a copy is made on the device, in the order of the request's own stream, so that nobody waits for it but the request's
+next step.
+"""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2.errors import KVCacheError
+from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.sequence.state import SequenceState
+from kv_cache_manager_v2.storage.page import Page
+
+
+def private_copy(state: SequenceState, life_cycle: int, source: Page | None, priority: int) -> Page:
+    """A locked page of ours with the bytes of `source`, or with undefined bytes if there is none."""
+    shared = state.shared
+    own = shared.hierarchy.new_page(life_cycle, priority)
+    try:
+        shared.timeline.wait(state.stream, own.ready)
+        if source is not None:
+            shared.hierarchy.copy_into(source, own, state.stream)
+    except KVCacheError:
+        shared.hierarchy.unlock(own, NULL_POINT)
+        raise
+    return own

@@ -1,0 +1,295 @@
+"""Where a request's pages are: created from a match, resumed to the GPU, suspended, prefetched, closed.
+
+Rule: an ACTIVE request locks each of its live pages, a SUSPENDED one holds them, and nothing is in between when a call
+returns. Live means not stale at the present history; a stale page that waits for its block's commit is held in either state.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.reuse.matching import Match
+from kv_cache_manager_v2.reuse.tokens import TokenSequence
+from kv_cache_manager_v2.sequence import scratch
+from kv_cache_manager_v2.sequence.committing import stop_committing
+from kv_cache_manager_v2.sequence.indices import bad_run
+from kv_cache_manager_v2.sequence.private_pages import private_copy
+from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, Lane, SequenceState, Shared
+from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.planning import Shortage
+
+
+def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
+    """Start a new request from a match: hold the pages that it needs, none of them moved, and stand SUSPENDED at its length."""
+    shared = state.shared
+    count = match.num_tokens
+    size = state.tokens_per_block
+    state.committed = count
+    state.set_history(count)
+    state.set_capacity(count)
+    full = count // size
+    for ordinal in range(full):
+        state.block_tokens.append(match.blocks[ordinal].tokens)
+    state.tail = tokens.slice_bytes(full * size, count)
+    state.borrowed_tail = count % size != 0
+    if full > 0:
+        state.tip = match.blocks[full - 1]
+        shared.tree.pin(match.blocks[full - 1])
+    for lane in state.lanes:
+        _hold_matched(state, lane, match)
+    recurrence = state.recurrence
+    if recurrence is not None and count > 0:
+        snapshot = match.blocks[-1].pages[recurrence.index]
+        assert snapshot is not None, "a match ends at a snapshot"
+        recurrence.borrow(shared.hierarchy, snapshot)
+    _credit_levels(state)
+
+
+def _hold_matched(state: SequenceState, lane: Lane, match: Match) -> None:
+    """Hold the pages of one life cycle that are not stale at the matched length."""
+    hierarchy = state.shared.hierarchy
+    beg, end = lane.life_cycle.stale(match.num_tokens)
+    for ordinal in range(state.num_blocks):
+        page = None if beg <= ordinal < end else match.blocks[ordinal].pages[lane.index]
+        if page is not None:
+            if state.priority is not None:
+                hierarchy.raise_priority(page, state.page_priority(ordinal, lane.life_cycle))
+            hierarchy.hold(page)
+        lane.pages.append(page)
+    lane.row.fill(bad_run(state.num_blocks))
+
+
+def _credit_levels(state: SequenceState) -> None:
+    """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
+
+    A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU.
+    """
+    size = state.tokens_per_block
+    for ordinal in range(state.num_blocks):
+        level = 0
+        for lane in state.lanes:
+            page = lane.pages[ordinal]
+            if page is not None and page.level > level:
+                level = page.level
+        state.cached_tokens_by_level[level] += min(size, state.committed - ordinal * size)
+
+
+def live_pages(state: SequenceState) -> list[Page]:
+    """The pages that the next step may read, in block order, life cycle by life cycle."""
+    live: list[Page] = []
+    for lane in state.lanes:
+        beg, end = lane.stale(state.history)
+        for ordinal in range(beg):
+            page = lane.pages[ordinal]
+            if page is not None:
+                live.append(page)
+        for ordinal in range(end, len(lane.pages)):
+            page = lane.pages[ordinal]
+            if page is not None:
+                live.append(page)
+    for recurrence in state.recurrences():
+        if recurrence.page is not None:
+            live.append(recurrence.page)
+    return live
+
+
+def resume(state: SequenceState) -> bool:
+    """Bring every live page to the GPU and lock it; False, with nothing changed but `last_shortage`, if that cannot be done now.
+
+    The first resume copies a partly matched last block into slots of its own, so that the tree never sees our writes.
+    """
+    shared = state.shared
+    hierarchy = shared.hierarchy
+    closed = _closed_gate(shared)
+    if closed is not None:
+        state.last_shortage = closed
+        return False
+    pages = live_pages(state)
+    for page in pages:
+        if page.lost:
+            state.await_page(page)
+    if state.provision is not None:
+        state.require(SUSPENDED, "resume()")
+    spans = scratch.spans(state, state.history, state.capacity)
+    need = scratch.missing(state, spans)
+    _add_slots_to_start(state, need)
+    shortage = hierarchy.acquire(need, pages)
+    if shortage is not None:
+        state.last_shortage = shortage
+        return False
+    _lock_all(state, pages)
+    try:
+        _start_private(state)
+    except KVCacheError:  # the device refused a copy: back to where we were
+        for page in pages:
+            hierarchy.hold_locked(page, NULL_POINT)
+        raise
+    scratch.take(state, spans)
+    state.status = ACTIVE
+    for lane in state.lanes:
+        _write_row(lane, state.history)
+    state.last_shortage = None
+    return True
+
+
+def _closed_gate(shared: Shared) -> Shortage | None:
+    """A GPU pool group that is used beyond `max_util_for_resume`: who runs there needs what is left to go on."""
+    hierarchy = shared.hierarchy
+    for group in range(shared.layout.num_pool_groups):
+        if hierarchy.utilization(GPU_LEVEL, group) > shared.max_util_for_resume:
+            allowed = int(hierarchy.total(GPU_LEVEL, group) * shared.max_util_for_resume)
+            return Shortage(group, GPU_LEVEL, hierarchy.unavailable(GPU_LEVEL, group) - allowed, False, True)
+    return None
+
+
+def _lock_all(state: SequenceState, pages: list[Page]) -> None:
+    """Turn the hold on each page into a lock; our stream waits until its bytes are there."""
+    shared = state.shared
+    waited: Point = NULL_POINT
+    for page in pages:
+        shared.hierarchy.lock_held(page)
+        if page.ready != waited:
+            shared.timeline.wait(state.stream, page.ready)
+            waited = page.ready
+        if page.transfers > 0:
+            state.await_page(page)
+
+
+def _add_slots_to_start(state: SequenceState, need: list[int]) -> None:
+    """Add the slots, by pool group, that the first resume takes: the private copy of a partly matched block, and the live state."""
+    if state.borrowed_tail:
+        for lane in state.lanes:
+            if lane.pages[-1] is not None:
+                need[lane.pool_group] += 1
+    recurrence = state.recurrence
+    if recurrence is not None and recurrence.needs_slot():
+        need[recurrence.pool_group] += 1
+
+
+def _start_private(state: SequenceState) -> None:
+    """First resume: give the request slots of its own for what it will write, filled in our stream's order.
+
+    All or nothing: if the device refuses a copy, the slots taken are given back and the error is passed on.
+    """
+    shared = state.shared
+    hierarchy = shared.hierarchy
+    recurrence = state.recurrence
+    sources: list[Page | None] = []
+    copies: list[Page] = []
+    try:
+        if state.borrowed_tail:
+            for lane in state.lanes:
+                source = lane.pages[-1]
+                if source is not None:
+                    sources.append(source)
+                    copies.append(private_copy(state, lane.index, source, source.priority))
+        if recurrence is not None and recurrence.needs_slot():
+            sources.append(recurrence.page)
+            copies.append(private_copy(state, recurrence.index, recurrence.page, PRIORITY_DEFAULT))
+        if not copies:
+            return
+        point = shared.timeline.record(state.stream)
+    except KVCacheError:
+        for copy in copies:
+            hierarchy.unlock(copy, NULL_POINT)
+        raise
+    for source in sources:
+        if source is not None:
+            hierarchy.unlock(source, point)
+    taken = 0
+    if state.borrowed_tail:
+        for lane in state.lanes:
+            if lane.pages[-1] is not None:
+                lane.pages[-1] = copies[taken]
+                taken += 1
+        state.borrowed_tail = False
+    if recurrence is not None and taken < len(copies):
+        recurrence.page = copies[taken]
+        recurrence.borrowed = False
+
+
+def _write_row(lane: Lane, history: int) -> None:
+    """Publish the slot ids of a lane's live pages."""
+    beg, end = lane.stale(history)
+    values = array("i", [page.slot if page is not None else BAD_PAGE_INDEX for page in lane.pages])
+    if end > beg:
+        values[beg:end] = bad_run(end - beg)
+    lane.row.fill(values)
+
+
+def suspend(state: SequenceState) -> None:
+    """Turn every lock into a hold. Needs no room anywhere: pages stay where they are until somebody needs their slots."""
+    shared = state.shared
+    point = shared.timeline.record(state.stream)
+    for lane in state.lanes:
+        lane.row.detach()
+        lane.row.blank()
+    scratch.give_back_all(state, point)
+    for page in live_pages(state):
+        shared.hierarchy.hold_locked(page, point)
+    state.status = SUSPENDED
+
+
+def prefetch(state: SequenceState, level: int) -> bool:
+    """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has no room."""
+    hierarchy = state.shared.hierarchy
+    if not 0 <= level < hierarchy.num_levels:
+        raise ConfigError(f"prefetch level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")
+    shortage = hierarchy.prefetch(live_pages(state), level)
+    state.last_shortage = shortage
+    return shortage is None
+
+
+def close(state: SequenceState) -> None:
+    """Publish what may be published and give up every page, last block first, so that the tail is evicted first. Idempotent."""
+    if state.status == CLOSED:
+        return
+    shared = state.shared
+    if state.provision is not None:
+        state.check_transfers()
+    if state.lost:
+        state.commit_allowed = False
+    else:
+        stop_committing(state, False)
+    if state.provision is not None:
+        shared.provisions.append(state.provision)
+        state.provision = None
+    for lane in state.lanes:
+        lane.row.blank()
+        lane.row.detach()
+    _give_up_pages(state)
+    if state.tip is not None:
+        shared.tree.unpin(state.tip)
+        state.tip = None
+    state.status = CLOSED
+    state.num_blocks = 0
+    state.tail = b""
+    state.tail_ids = []
+    del shared.open[state.serial]
+
+
+def _give_up_pages(state: SequenceState) -> None:
+    """Unlock or release all pages, the last block's first."""
+    shared = state.shared
+    hierarchy = shared.hierarchy
+    active = state.status == ACTIVE
+    point = shared.timeline.record(state.stream) if active else NULL_POINT
+    scratch.give_back_all(state, point)
+    stale = [lane.stale(state.history) for lane in state.lanes]
+    for ordinal in range(state.num_blocks - 1, -1, -1):
+        for number, lane in enumerate(state.lanes):
+            page = lane.pages[ordinal]
+            if page is None:
+                continue
+            lane.pages[ordinal] = None
+            beg, end = stale[number]
+            if active and not beg <= ordinal < end:
+                hierarchy.unlock(page, point)
+            else:
+                hierarchy.release(page)
+    for lane in state.lanes:
+        lane.pages = []
+    for recurrence in state.recurrences():
+        recurrence.give_up(hierarchy, active, point)

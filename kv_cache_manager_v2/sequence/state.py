@@ -1,0 +1,313 @@
+"""What the manager owns of one request: its three lengths, its pages, and its place in the reuse tree.
+
+Rule: the state never refers to the user's handle or to the manager, so a handle that is dropped is noticed, and nothing here
+depends on when Python frees an object.
+
+    committed <= history <= capacity,   num_blocks = ceil(capacity / tokens_per_block)
+
+    blocks      0        1        2        3        4
+    full        P        P        P        P        P        P: a page of ours: locked while ACTIVE, held while SUSPENDED
+    window      P(sink)  -        -        P        P        -: stale, no page (or one held until its block is committed)
+                |--------- committed --------|                path of tree blocks up to `tip`, then `tail`
+                |------------- history -----------|
+                |------------------ capacity -----------|
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Final
+
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.errors import LogicError, PageDataLostError
+from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Stream
+from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
+from kv_cache_manager_v2.layout.pools import StorageLayout
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import pack, unpack
+from kv_cache_manager_v2.reuse.tree import Block, RadixTree
+from kv_cache_manager_v2.sequence.indices import IndexRow
+from kv_cache_manager_v2.sequence.recurrent import Recurrence
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.planning import Shortage
+
+
+class CacheStatus(IntEnum):
+    """Where a request stands: SUSPENDED at creation, ACTIVE between resume and suspend, CLOSED for good."""
+
+    ACTIVE = 0
+    SUSPENDED = 1
+    CLOSED = 2
+
+
+ACTIVE: Final = 0
+SUSPENDED: Final = 1
+CLOSED: Final = 2
+
+PriorityCallback = Callable[[int, LifeCycle], int]
+
+
+class Shared:
+    """What all requests of a manager share: the rooms below, the lock that guards them, and the list of open requests."""
+
+    def __init__(
+        self,
+        layout: StorageLayout,
+        driver: Driver,
+        timeline: Timeline,
+        hierarchy: Hierarchy,
+        tree: RadixTree,
+        max_util_for_resume: float,
+        enable_partial_reuse: bool,
+        reuse_match_backoff: int,
+        commit_min_snapshot: bool,
+        debug: bool,
+    ) -> None:
+        self.layout = layout
+        self.driver = driver
+        self.timeline = timeline
+        self.hierarchy = hierarchy
+        self.tree = tree
+        self.max_util_for_resume = max_util_for_resume
+        self.enable_partial_reuse = enable_partial_reuse
+        self.reuse_match_backoff = reuse_match_backoff
+        self.commit_min_snapshot = commit_min_snapshot
+        self.debug = debug  # audit every structure after every public call
+        self.tokens_per_block: int = layout.tokens_per_block
+        self.life_cycles: list[LifeCycle] = layout.life_cycles
+        self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
+        self.attention: list[int] = [lc.index for lc in layout.life_cycles if lc.is_attention]
+        self.ssm: LifeCycle | None = layout.ssm
+        self.scratch: bool = layout.max_rewind is not None
+        self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
+        self.lock: threading.RLock = threading.RLock()
+        self.open: dict[int, SequenceState] = {}  # by serial number
+        self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
+        self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
+        self.abandoned: list[SequenceState] = []  # handles dropped without close; the next public call closes them
+        self.next_serial = 0
+
+    def enter(self, state: SequenceState) -> None:
+        """A new request is open."""
+        state.serial = self.next_serial
+        self.next_serial += 1
+        self.open[state.serial] = state
+
+
+class Provision:
+    """Bytes that file transfers still carry, and what a request committed on top of them before it knew whether they were right.
+
+    Nobody can match those blocks (they are hidden) until every transfer ended well; if one fails, they all leave the tree.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: list[Page] = []  # pages in flight
+        self.blocks: list[Block] = []  # hidden until all is settled
+        self.lost: Page | None = None  # an awaited page whose transfer failed
+
+    def share(self) -> Provision:
+        """The same transfers, for a request that builds on the same bytes; the blocks stay with whoever committed them."""
+        twin = Provision()
+        twin.awaited = list(self.awaited)
+        return twin
+
+    def add(self, tree: RadixTree, block: Block) -> None:
+        tree.hide(block)
+        self.blocks.append(block)
+
+    def settle(self, tree: RadixTree) -> bool:
+        """Whether all is decided; shows or removes the hidden blocks when it is."""
+        waiting: list[Page] = []
+        for page in self.awaited:
+            if page.lost:
+                self.lost = page
+            elif page.transfers > 0:
+                waiting.append(page)
+        self.awaited = waiting
+        if waiting and self.lost is None:
+            return False
+        for block in self.blocks:
+            if not block.attached:
+                continue
+            if self.lost is None:
+                tree.show(block)
+            else:
+                tree.remove(block)
+        self.awaited = []
+        self.blocks = []
+        return True
+
+
+class Lane:
+    """The pages of one attention life cycle, block by block, and the row in which the engine reads their indices."""
+
+    def __init__(self, life_cycle: LifeCycle, pool_group: int) -> None:
+        self.life_cycle = life_cycle
+        self.index: int = life_cycle.index
+        self.pool_group = pool_group
+        self.pages: list[Page | None] = []  # by block ordinal
+        self.row = IndexRow()
+        self.scratch: list[Page] = []  # slots that the blocks of `scratch_span` share
+        self.scratch_span = (0, 0)
+
+    def stale(self, history: int) -> tuple[int, int]:
+        """The life cycle's stale range, cut to the blocks that there are."""
+        beg, end = self.life_cycle.stale(history)
+        count = len(self.pages)
+        return min(beg, count), min(end, count)
+
+
+class SequenceState:
+    """One request. Only the functions of this package change it."""
+
+    def __init__(self, shared: Shared, scope: ReuseScope, request_id: int | None, priority: PriorityCallback | None) -> None:
+        self.shared = shared
+        self.serial = -1  # key in Shared.open
+        self.scope = scope
+        self.request_id = request_id
+        self.priority = priority  # None: PRIORITY_DEFAULT for every page
+        self.status: int = SUSPENDED
+        self.tokens_per_block = shared.tokens_per_block
+        # lengths, in tokens
+        self.capacity = 0
+        self.history = 0
+        self.committed = 0
+        self.num_blocks = 0
+        self.steady_above = 0  # a capacity in (steady_above, steady_to] needs exactly num_blocks blocks
+        self.steady_to = 0
+        self.next_stale = NEVER  # smallest history at which some window's stale range grows
+        # pages
+        self.lanes: list[Lane] = [Lane(shared.life_cycles[index], shared.pool_group_of[index]) for index in shared.attention]
+        self.main_lanes: list[Lane] = self.lanes  # those of beam 0; the lanes of further beams follow in `lanes`, beam by beam
+        self.width = 1  # beams
+        self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
+        self.recurrence: Recurrence | None = None  # with SSM layers; beam 0's
+        self.extra_recurrences: list[Recurrence] = []  # of the further beams
+        if shared.ssm is not None:
+            self.recurrence = Recurrence(shared.ssm, shared.pool_group_of[shared.ssm.index])
+        self.provision: Provision | None = None  # while file transfers still carry bytes that we build on
+        self.lost = ""  # why the request can only be closed
+        # reuse
+        self.tip: Block | None = None  # deepest tree block of our path, pinned; None before the first full block
+        self.block_tokens: list[bytes] = []  # packed tokens of each full committed block
+        self.tail: bytes = b""  # packed tokens of the committed part of the block after those
+        self.tail_ids: list[int] = []  # ids committed one by one since `tail` was packed
+        self.commit_allowed = True
+        self.scratch = shared.scratch  # whether long prefill steps borrow scratch slots
+        self.borrowed_tail = False  # the last block is a partly matched page of the tree: copied on the first resume
+        self.cached_tokens_by_level: list[int] = [0] * shared.hierarchy.num_levels
+        # stream
+        self.stream = Stream(0)
+        self.stream_set = False
+        self.last_shortage: Shortage | None = None
+        # arithmetic means of the lengths asked for, as sums and counts
+        self.capacity_sum = 0
+        self.capacity_count = 0
+        self.history_sum = 0
+        self.history_count = 0
+
+    def lane(self, life_cycle: int, beam: int) -> Lane | None:
+        """The lane of an attention life cycle and beam; None for a recurrent one."""
+        count = len(self.main_lanes)
+        for number in range(beam * count, (beam + 1) * count):
+            if self.lanes[number].index == life_cycle:
+                return self.lanes[number]
+        return None
+
+    def recurrences(self) -> list[Recurrence]:
+        """The live recurrent states, by beam; none without SSM layers."""
+        if self.recurrence is None:
+            return []
+        return [self.recurrence, *self.extra_recurrences]
+
+    # --- lengths
+
+    def set_capacity(self, capacity: int) -> None:
+        size = self.tokens_per_block
+        self.capacity = capacity
+        self.num_blocks = -(-capacity // size)
+        self.steady_to = self.num_blocks * size
+        self.steady_above = self.steady_to - size
+
+    def set_history(self, history: int) -> None:
+        self.history = history
+        soonest = NEVER
+        for lane in self.main_lanes:
+            change = lane.life_cycle.next_stale_change(history)
+            if change < soonest:
+                soonest = change
+        self.next_stale = soonest
+
+    def sample(self, capacity: int | None, history: int | None) -> None:
+        """Add lengths that the engine asked for to the request's means, which guide the split of the memory."""
+        if capacity is not None:
+            self.capacity_sum += capacity
+            self.capacity_count += 1
+        if history is not None:
+            self.history_sum += history
+            self.history_count += 1
+
+    # --- tokens
+
+    def pack_tail(self) -> bytes:
+        """The committed tokens of the last, partial block, packed."""
+        ids = self.tail_ids
+        if ids:
+            self.tail += pack(ids).data
+            self.tail_ids = []
+        return self.tail
+
+    def tail_length(self) -> int:
+        """Tokens committed past the last full committed block."""
+        return self.committed - len(self.block_tokens) * self.tokens_per_block
+
+    def committed_tokens(self) -> list[int | bytes]:
+        tokens: list[int | bytes] = []
+        for data in self.block_tokens:
+            tokens.extend(unpack(data))
+        tokens.extend(unpack(self.pack_tail()))
+        return tokens
+
+    # --- file transfers
+
+    def await_page(self, page: Page) -> None:
+        """We build on this page's bytes while a file transfer carries them."""
+        provision = self.provision
+        if provision is None:
+            provision = self.provision = Provision()
+        provision.awaited.append(page)
+
+    # --- checks
+
+    def page_priority(self, ordinal: int, life_cycle: LifeCycle) -> int:
+        """Priority of a page, from the request's callback. Raises LogicError for one out of range."""
+        callback = self.priority
+        if callback is None:
+            return PRIORITY_DEFAULT
+        priority = callback(ordinal, life_cycle)
+        if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+            raise LogicError(f"the priority callback returned {priority}; it must be in {PRIORITY_MIN}..{PRIORITY_MAX}")
+        return priority
+
+    def require(self, status: int, call: str) -> None:
+        """Raise LogicError unless the request is in this status, PageDataLostError if its bytes were lost."""
+        if self.status != status:
+            raise LogicError(f"{call} needs a cache that is {CacheStatus(status).name}; it is {CacheStatus(self.status).name}")
+        if self.provision is not None:
+            self.check_transfers()
+        if self.lost:
+            raise PageDataLostError(f"{call}: {self.lost}; close this cache and start the request again")
+
+    def check_transfers(self) -> None:
+        """Take note of file transfers that ended: publish what waited for them, or mark the request lost."""
+        self.shared.hierarchy.settle()
+        provision = self.provision
+        if provision is None or not provision.settle(self.shared.tree):
+            return
+        self.provision = None
+        if provision.lost:
+            self.lost = f"a page of life cycle {provision.lost.life_cycle} was lost by a failed file transfer"

@@ -1,0 +1,99 @@
+"""Upkeep around every public call: before it, what happened behind our back is taken in; after it, the books can be audited.
+
+Rule: finalisers and file transfers only leave notes. They are worked off here, on the thread and under the lock of the next call.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
+from kv_cache_manager_v2.sequence.planned_drops import withdraw
+from kv_cache_manager_v2.sequence.residency import close
+from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SequenceState, Shared
+from kv_cache_manager_v2.storage.page import Page
+
+
+def tidy(shared: Shared) -> None:
+    """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock."""
+    while shared.abandoned:
+        state = shared.abandoned.pop()
+        if state.status != CLOSED:
+            warnings.warn(
+                f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=2
+            )
+            close(state)
+    while shared.discarded_plans:
+        withdraw(shared, shared.discarded_plans.pop())
+    if shared.hierarchy.transfers_in_flight > 0:
+        shared.hierarchy.settle()
+    if shared.provisions:
+        shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
+
+
+def audit(shared: Shared) -> None:
+    """With debugging on: assert every invariant."""
+    if shared.debug:
+        check_everything(shared)
+
+
+def check_everything(shared: Shared) -> None:
+    """Assert every invariant of every structure, and that the pages' counters are what the open requests account for.
+    O(everything)."""
+    shared.timeline.check_invariants()
+    shared.hierarchy.check_invariants()
+    shared.tree.check_invariants()
+    check_accounts(shared)
+
+
+def check_accounts(shared: Shared) -> None:
+    """Assert that each request is consistent in itself, and that pages' counters equal what requests account for."""
+    locks: dict[int, int] = {}
+    holds: dict[int, int] = {}
+    pages: dict[int, Page] = {}
+    for state in shared.open.values():
+        _check_state(state)
+        for lane in state.lanes:
+            beg, end = lane.stale(state.history)
+            for ordinal, page in enumerate(lane.pages):
+                if page is None:
+                    continue
+                locked = state.status == ACTIVE and not beg <= ordinal < end
+                book = locks if locked else holds
+                key = id(page)
+                book[key] = book.get(key, 0) + 1
+                pages[key] = page
+            for page in lane.scratch:
+                locks[id(page)] = locks.get(id(page), 0) + 1
+                pages[id(page)] = page
+        for recurrence in state.recurrences():
+            if recurrence.page is not None:
+                book = locks if state.status == ACTIVE else holds
+                key = id(recurrence.page)
+                book[key] = book.get(key, 0) + 1
+                pages[key] = recurrence.page
+    for key, page in pages.items():
+        assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
+        assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
+        assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
+
+
+def _check_state(state: SequenceState) -> None:
+    size = state.tokens_per_block
+    assert state.committed <= state.history <= state.capacity
+    assert state.num_blocks == -(-state.capacity // size)
+    assert len(state.block_tokens) == state.committed // size
+    assert (state.tip is None) == (not state.block_tokens), "the path ends where the full committed blocks end"
+    assert state.tip is None or state.tip.pins > 0
+    for lane in state.lanes:
+        beg, end = lane.stale(state.history)
+        assert len(lane.pages) == state.num_blocks == lane.row.length
+        assert lane.life_cycle.next_stale_change(state.history) >= state.next_stale
+        entries = lane.row.values()
+        for ordinal, page in enumerate(lane.pages):
+            live = page is not None and state.status == ACTIVE and not beg <= ordinal < end
+            if live and page is not None:
+                assert page.level == 0, page.level
+                assert entries[ordinal] == page.slot
+            else:
+                assert entries[ordinal] == BAD_PAGE_INDEX
