@@ -1,0 +1,404 @@
+"""The public handle of one request's cache: a thin state machine over the rooms of `sequence/`.
+
+Rule: a method checks, takes the manager's lock if it leaves the request's own state, and calls one room. A step that stays
+inside a block touches a few integers and takes no lock. A request is used by one thread at a time; different requests may be
+used by different threads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar
+
+from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, CacheLevel, LayerGroupId, PageIndexMode, Stream
+from kv_cache_manager_v2.layout.page_index import ScratchDesc
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.sequence import batch, beams, committing, forking, growth, planned_drops, residency, scratch
+from kv_cache_manager_v2.sequence.indices import IndexRow
+from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
+from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Lane, SequenceState
+from kv_cache_manager_v2.sequence.upkeep import audit, tidy
+from kv_cache_manager_v2.storage.planning import Shortage
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.manager import KVCacheManager
+
+
+class KVCache:
+    """Where one request's keys and values live; made by `KVCacheManager.create_kv_cache`, closed by `close()` or a `with` block.
+
+    Three lengths, in tokens: committed <= history <= capacity. *Committed* tokens are final and offered for reuse. *History* tokens
+    have no query in the next step; only they decide what falls out of a window. *Capacity* covers the history and all input
+    positions of the next step.
+    """
+
+    Status: ClassVar[type[CacheStatus]] = CacheStatus
+
+    def __init__(self, manager: KVCacheManager, state: SequenceState) -> None:
+        """Not for users: `KVCacheManager.create_kv_cache` makes caches."""
+        self._manager = manager
+        self._state = state
+        self._shared = state.shared
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        state = self._state
+        if state.status != CLOSED:
+            self._shared.abandoned.append(state)  # the next public call closes it: no work in a finaliser
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"<KVCache id={state.request_id} {CacheStatus(state.status).name} committed={state.committed} "
+            f"history={state.history} capacity={state.capacity}>"
+        )
+
+    # --- what it is
+
+    @property
+    def status(self) -> CacheStatus:
+        return CacheStatus(self._state.status)
+
+    @property
+    def is_active(self) -> bool:
+        return self._state.status == ACTIVE
+
+    @property
+    def id(self) -> int | None:
+        """The engine's own number of the request."""
+        return self._state.request_id
+
+    @property
+    def manager(self) -> KVCacheManager:
+        return self._manager
+
+    @property
+    def reuse_scope(self) -> ReuseScope:
+        return self._state.scope
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self._state.tokens_per_block
+
+    @property
+    def num_blocks(self) -> int:
+        """ceil(capacity / tokens_per_block); 0 once closed."""
+        return self._state.num_blocks
+
+    @property
+    def beam_width(self) -> int:
+        """Beams. Widening, while ACTIVE, shares the full history blocks (further beams read BAD there) and copies the partial
+        last block and the recurrent state for each further beam; narrowing loses the others' uncommitted data.
+
+        Setting it raises ConfigError or LogicError for a width that cannot be, OutOfPagesError if there is no room: nothing
+        changed then.
+        """
+        return self._state.width
+
+    @beam_width.setter
+    def beam_width(self, width: int) -> None:
+        with self._shared.lock:
+            tidy(self._shared)
+            self._require_open("beam_width")
+            beams.set_width(self._state, width)
+            audit(self._shared)
+
+    @property
+    def num_committed_tokens(self) -> int:
+        return self._state.committed
+
+    @property
+    def committed_tokens(self) -> list[int | bytes]:
+        """A copy of the committed tokens: ids, and digests as 32 bytes."""
+        return self._state.committed_tokens()
+
+    @property
+    def cached_tokens_by_level(self) -> list[int]:
+        """Tokens that the creation reused, by the cache level that they had to be brought from; sums to the reuse length."""
+        return list(self._state.cached_tokens_by_level)
+
+    @property
+    def last_shortage(self) -> Shortage | None:
+        """Why the latest resize, resume or prefetch returned False; None after one that succeeded."""
+        return self._state.last_shortage
+
+    # --- lengths
+
+    @property
+    def capacity(self) -> int:
+        return self._state.capacity
+
+    @capacity.setter
+    def capacity(self, value: int) -> None:
+        """`resize(value)`, raising OutOfPagesError where that returns False."""
+        if self._state.scratch:
+            raise ConfigError("with scratch reuse the capacity depends on the history: call resize(capacity, history_length)")
+        if not self.resize(value):
+            raise OutOfPagesError(f"no pages for capacity {value}: {self._state.last_shortage}")
+
+    @property
+    def history_length(self) -> int:
+        return self._state.history
+
+    @history_length.setter
+    def history_length(self, value: int) -> None:
+        if not self.resize(None, value):
+            raise OutOfPagesError(f"no pages for history_length {value}: {self._state.last_shortage}")
+
+    def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
+        """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
+
+        False means a shortage of pages: nothing changed, `last_shortage` says what is missing; suspend another request and retry.
+        Raises LogicError unless ACTIVE, ConfigError for a history that goes back or a capacity below the history.
+        O(1) inside a block, else O(blocks that come, go or fall out of a window).
+        """
+        state = self._state
+        if capacity is not None and history_length is None and growth.stay_inside_block(state, capacity):
+            return True
+        return batch.resize(state, capacity, history_length)
+
+    # --- commit
+
+    def commit(self, tokens: object, beam_search_indices: Sequence[int] | None = None, is_end: bool = False) -> None:
+        """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
+        int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
+        committed count.
+
+        `beam_search_indices` names the beam of each token (beam 0 without it); the tokens of one block must all name the same.
+        `is_end=True`: no token follows and nothing will be written any more; publishes the partial last block too.
+        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or past the capacity; nothing
+        changed then.
+        """
+        state = self._state
+        if type(tokens) is list and len(tokens) == 1 and not is_end and beam_search_indices is None:
+            token = tokens[0]
+            if type(token) is int and committing.append_inside_block(state, token):
+                return
+        batch.commit(state, pack(tokens), beam_search_indices, is_end)
+
+    def stop_committing(self) -> None:
+        """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""
+        with self._shared.lock:
+            tidy(self._shared)
+            self._require_open("stop_committing()")
+            committing.stop_committing(self._state, False)
+            audit(self._shared)
+
+    def plan_committed_block_drop(self) -> PlannedDropHandle | None:
+        """For multi-turn chat: a handle on the window pages and the SSM snapshot that only a request starting at exactly the
+        committed length needs; its `drop()`, once the next turn has started, frees them. None if no request could start there.
+
+        Raises LogicError before `stop_committing()`.
+        """
+        with self._shared.lock:
+            tidy(self._shared)
+            self._require_open("plan_committed_block_drop()")
+            return planned_drops.plan(self._state)
+
+    # --- residency
+
+    @property
+    def cuda_stream(self) -> Stream:
+        """The stream on which the engine uses this cache. Setting it while ACTIVE makes the new stream wait for the old one.
+
+        Raises LogicError when read before it was ever set, or set for the first time while ACTIVE.
+        """
+        if not self._state.stream_set:
+            raise LogicError("cuda_stream has not been set: pass a stream to resume()")
+        return self._state.stream
+
+    @cuda_stream.setter
+    def cuda_stream(self, stream: Stream) -> None:
+        state = self._state
+        with self._shared.lock:
+            self._require_open("cuda_stream")
+            if state.status == ACTIVE and stream != state.stream:
+                timeline = self._shared.timeline
+                timeline.wait(stream, timeline.record(state.stream))
+            state.stream = stream
+            state.stream_set = True
+
+    def resume(self, cuda_stream: Stream | None = None) -> bool:
+        """Bring the cache to the GPU, ready for work on the stream. False: it stays SUSPENDED, nothing changed but `last_shortage`.
+
+        Refused (False) while any GPU pool group is used beyond `max_util_for_resume`, or if its pages cannot all be had.
+        Raises LogicError unless SUSPENDED, or if no stream was ever given.
+        """
+        state = self._state
+        with self._shared.lock:
+            tidy(self._shared)
+            state.require(SUSPENDED, "resume()")
+            if cuda_stream is None and not state.stream_set:
+                raise LogicError("resume() needs a stream: none was ever given to this cache")
+            before = state.stream
+            if cuda_stream is not None:
+                state.stream = cuda_stream
+            done = False
+            try:
+                done = residency.resume(state)
+            finally:
+                if done:
+                    state.stream_set = True
+                else:
+                    state.stream = before
+            audit(self._shared)
+        return done
+
+    def suspend(self) -> None:
+        """Let others have the GPU: pages may move to colder tiers, none is dropped. Detaches page-index buffers. Raises unless
+        ACTIVE."""
+        state = self._state
+        with self._shared.lock:
+            tidy(self._shared)
+            state.require(ACTIVE, "suspend()")
+            residency.suspend(state)
+            audit(self._shared)
+
+    def prefetch(self, level: CacheLevel) -> bool:
+        """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
+        only."""
+        state = self._state
+        with self._shared.lock:
+            tidy(self._shared)
+            state.require(SUSPENDED, "prefetch()")
+            done = residency.prefetch(state, level)
+            audit(self._shared)
+        return done
+
+    def close(self) -> None:
+        """End of the request: what was committed stays cached, all else is given up. Idempotent, from any state."""
+        if self._state.status == CLOSED:
+            return
+        with self._shared.lock:
+            residency.close(self._state)
+            tidy(self._shared)
+            audit(self._shared)
+
+    def fork(self, id: int | None = None) -> KVCache:
+        """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
+        first resume.
+
+        For parallel sampling and tree-of-thought: closing either leaves the other whole. Its capacity is this cache's history.
+        Raises LogicError when closed, OutOfPagesError, nothing changed, if a recurrent state has to be copied and has no room.
+        """
+        with self._shared.lock:
+            tidy(self._shared)
+            self._require_open("fork()")
+            self._state.require(self._state.status, "fork()")
+            twin = forking.fork(self._state, id)
+            self._shared.enter(twin)
+            audit(self._shared)
+        return KVCache(self._manager, twin)
+
+    # --- page indices
+
+    def get_base_page_indices(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> object:
+        """The live int32 array of base page indices, one a block: ours, or the buffer that was set. BAD_PAGE_INDEX where there
+        is no page."""
+        return self._row(layer_group_id, beam_idx).live()
+
+    def set_base_page_index_buf(self, beam_idx: int, layer_group_id: LayerGroupId, buf: object) -> None:
+        """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;
+        entries past the last block become BAD. None detaches, leaving the buffer as it is. `suspend()` detaches too: set it
+        again after `resume()`."""
+        row = self._row(layer_group_id, beam_idx)
+        self._require_open("set_base_page_index_buf()")
+        if buf is None:
+            row.detach()
+        else:
+            row.attach(buf)
+
+    def get_aggregated_page_indices(
+        self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX, valid_only: bool = False
+    ) -> Iterator[int]:
+        """Slot ids, one a block, to be used with `KVCacheManager.get_aggregated_pages`; absent pages are BAD, or left out if
+        `valid_only`."""
+        values = self._row(layer_group_id, beam_idx).values()
+        if valid_only:
+            return iter([value for value in values if value != BAD_PAGE_INDEX])
+        return iter(values)
+
+    def get_ssm_block_base_index(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> int:
+        """Slot id of the live SSM state; BAD_PAGE_INDEX while it has none or is not ACTIVE."""
+        self._check_beam(beam_idx)
+        state = self._state
+        recurrences = state.recurrences()
+        if not recurrences or operator.index(layer_group_id) != recurrences[0].index:
+            raise ConfigError(f"layer group {layer_group_id} is not recurrent")
+        page = recurrences[beam_idx].page
+        return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
+
+    def get_scratch_desc(self, layer_group_id: LayerGroupId) -> ScratchDesc | None:
+        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
+
+        Valid until a length changes.
+        """
+        lane = self._lane(layer_group_id, DEFAULT_BEAM_INDEX)
+        return scratch.describe(lane) if self._state.scratch else None
+
+    @property
+    def has_scratch_slots(self) -> bool:
+        return any(len(lane.scratch) > 0 for lane in self._state.lanes)
+
+    @property
+    def enable_swa_scratch_reuse(self) -> bool:
+        """Whether long prefill steps of this cache lend scratch slots to blocks that fall out of their windows within the step."""
+        return self._state.scratch
+
+    @enable_swa_scratch_reuse.setter
+    def enable_swa_scratch_reuse(self, value: bool) -> None:
+        self._require_open("enable_swa_scratch_reuse")
+        scratch.switch(self._state, value)
+
+    def supports_index_mode(self, mode: PageIndexMode) -> bool:
+        """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
+        return mode is PageIndexMode.PER_LAYER or not self.has_scratch_slots
+
+    def _row(self, layer_group_id: int, beam: int) -> IndexRow:
+        return self._lane(layer_group_id, beam).row
+
+    def _lane(self, layer_group_id: int, beam: int) -> Lane:
+        self._check_beam(beam)
+        index = operator.index(layer_group_id)
+        count = len(self._shared.life_cycles)
+        if not 0 <= index < count:
+            raise ConfigError(f"layer group {index} is out of range: this manager has {count}")
+        lane = self._state.lane(index, beam)
+        if lane is None:
+            raise ConfigError(f"layer group {index} is recurrent: it has no page for each block")
+        return lane
+
+    def _check_beam(self, beam: int) -> None:
+        width = self._state.width
+        if not 0 <= beam < width:
+            raise ConfigError(f"beam {beam} is out of range: the beam width is {width}")
+
+    def _require_open(self, call: str) -> None:
+        if self._state.status == CLOSED:
+            raise LogicError(f"{call}: this cache is closed")
+
+
+_KVCache = KVCache
+
+
+def resize_batch(caches: Sequence[KVCache], capacities: Sequence[int], histories: Sequence[int] | None = None) -> int:
+    """`caches[i].resize(capacities[i], histories[i])` from the front until one returns False; how many were done.
+
+    Each is atomic and the rest is untouched: equal to the loop in lengths, pages, statistics and events. Raises as `resize`
+    does, with the requests before the faulty one done; ConfigError, with nothing done, if the lists differ in length.
+    """
+    return batch.resize_all([cache._state for cache in caches], capacities, histories)
+
+
+def commit_batch(caches: Sequence[KVCache], tokens: Sequence[object]) -> None:
+    """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token. Raises as `commit` does."""
+    batch.commit_all([cache._state for cache in caches], tokens)
