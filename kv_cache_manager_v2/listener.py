@@ -11,7 +11,7 @@ from abc import ABC, ABCMeta, abstractmethod
 from mypy_extensions import mypyc_attr
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class CachedBlock(metaclass=ABCMeta):
     """A block of tokens in the reuse tree, as a listener sees it."""
 

@@ -13,7 +13,9 @@ A page's life, by its counters and its owner:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Final
 
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.counters import MovementCounters
@@ -31,6 +33,8 @@ from kv_cache_manager_v2.storage.places import Places
 from kv_cache_manager_v2.storage.planning import Planner, Shortage
 from kv_cache_manager_v2.storage.settling import Settling
 from kv_cache_manager_v2.storage.staging import Staging
+
+_log: Final = logging.getLogger(__name__)
 
 
 class Hierarchy(PageKeeper):
@@ -52,16 +56,17 @@ class Hierarchy(PageKeeper):
         self.sizings = list(sizings)  # by level; replaced when a level is resized
         self.counters = counters
         self._driver = driver
-        self._timeline = timeline
+        self.timeline = timeline
         self._pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.places = Places(driver, layout, sizings, tier_configs)
         self.settling = Settling(driver, timeline)
         tiers = [sizing.tier for sizing in sizings]
         self.levels = Levels(timeline, tiers, [list(sizing.slots) for sizing in sizings], self.settling)
         self.settling.serve(self.levels.allocators)
-        self._copier = Copier(driver, timeline, self.settling, Staging(driver, timeline))
+        self.staging = Staging(driver, timeline)
+        self._copier = Copier(driver, timeline, self.settling, self.staging)
         self.mover = Mover(self.levels, self.places.by_cell, self._copier, counters)
-        self._planner = Planner(self.levels)
+        self.planner = Planner(self.levels)
         self._no_need = [0] * self.num_groups
         self._last = self.num_levels - 1
         self._closed = False
@@ -130,7 +135,7 @@ class Hierarchy(PageKeeper):
     def unlock(self, page: Page, point: Point) -> None:
         """One user less; `point` is the end of its work."""
         assert page.locks > 0, "a page was unlocked more often than locked"
-        page.ready = self._timeline.merge(page.ready, point)
+        page.ready = self.timeline.merge(page.ready, point)
         page.locks -= 1
         if page.locks == 0:
             self.levels.settle(page)
@@ -167,7 +172,7 @@ class Hierarchy(PageKeeper):
     def hold_locked(self, page: Page, point: Point) -> None:
         """One lock becomes a hold; `point` is the end of the user's work."""
         assert page.locks > 0, "a page that is not locked cannot be unlocked"
-        page.ready = self._timeline.merge(page.ready, point)
+        page.ready = self.timeline.merge(page.ready, point)
         page.holds += 1
         page.locks -= 1
         if page.locks == 0:
@@ -254,14 +259,14 @@ class Hierarchy(PageKeeper):
     def _make_room(self, target: int, need: list[int], load: list[Page], keep: list[Page], move_held: bool) -> Shortage | None:
         exchange = self.levels.tiers[target] != CacheTier.DISK  # parked pages pass through host memory in stream order
         busy = self.settling.in_flight > 0
-        shortage = self._planner.plan(target, need, load, keep + self.settling.busy_pages() if busy else keep, exchange, move_held)
+        shortage = self.planner.plan(target, need, load, keep + self.settling.busy_pages() if busy else keep, exchange, move_held)
         if shortage is not None and busy and not shortage.permanent:
             # Pages whose bytes are in flight are nobody's victims. Rather than fail for their sake, wait for them and plan again.
             self.settling.wait()
             self.settle()
-            shortage = self._planner.plan(target, need, load, keep + self.settling.busy_pages(), exchange, move_held)
+            shortage = self.planner.plan(target, need, load, keep + self.settling.busy_pages(), exchange, move_held)
         if shortage is None:
-            self.mover.execute(self._planner.plans, target)
+            self.mover.execute(self.planner.plans, target)
         return shortage
 
     # --- copies and take-over
@@ -323,11 +328,11 @@ class Hierarchy(PageKeeper):
         self.levels.allocators[self.levels.cell(level, group)].bind(slot, page)
         try:
             if level == GPU_LEVEL:
-                self._timeline.wait(stream, source.ready)
-                self._timeline.wait(stream, ready)
+                self.timeline.wait(stream, source.ready)
+                self.timeline.wait(stream, ready)
                 self.copy_into(source, page, stream)
-                page.ready = self._timeline.record(stream)
-                source.ready = self._timeline.merge(source.ready, page.ready)
+                page.ready = self.timeline.record(stream)
+                source.ready = self.timeline.merge(source.ready, page.ready)
             else:
                 self._copy_cold(source, page, stream)
         except BaseException:
@@ -354,12 +359,12 @@ class Hierarchy(PageKeeper):
         levels = self.levels
         source_cell = levels.cell(source.level, source.pool_group)
         cell = levels.cell(page.level, page.pool_group)
-        waits = [source.ready, page.ready, self._timeline.record(stream)]
+        waits = [source.ready, page.ready, self.timeline.record(stream)]
         by_cell = self.places.by_cell
         self._copier.run(CopyBatch(by_cell[source_cell], [source.slot], by_cell[cell], [page.slot], cell, [page], waits))
         page.ready = self._copier.ready
-        source.ready = self._timeline.merge(source.ready, self._copier.source_free)
-        self._timeline.wait(stream, self._copier.source_free)
+        source.ready = self.timeline.merge(source.ready, self._copier.source_free)
+        self.timeline.wait(stream, self._copier.source_free)
         self.counters.moved[source.life_cycle][source.level][page.level] += 1
 
     # --- file transfers
@@ -386,16 +391,26 @@ class Hierarchy(PageKeeper):
     # --- the end, and checks
 
     def close(self) -> None:
-        """Wait for all work and give all memory back; pages are void. Idempotent."""
+        """Wait for all work and give all memory back; pages are void. Idempotent.
+
+        Host memory that a transfer which timed out may still write to is left mapped, with a warning: unmapped, it could become
+        somebody else's.
+        """
         if self._closed:
             return
         self._closed = True
         self._driver.synchronize()
         self.settling.poll()
         self.settling.forget_spent_gates()
+        self._copier.reclaim_pieces()
         self.levels.close()
         self._copier.close()
-        self.places.close()
+        written = self.settling.landing_cells()
+        if self.settling.in_flight > 0:
+            _log.warning(
+                "%d file transfers hang; memory that they use stays: %s", self.settling.in_flight, self.settling.last_error
+            )
+        self.places.close(written)
 
     def check_invariants(self, pages: Sequence[Page] = ()) -> None:
         """Slots, queues, links and transfers agree; each of `pages` that is alive is where the hierarchy has it. O(all slots)."""
@@ -422,4 +437,4 @@ class Hierarchy(PageKeeper):
     def merge_ready(self, page: Page, point: Point) -> None:
         """Somebody else has queued work on the page's bytes: later users wait for it too."""
         if point != NULL_POINT:
-            page.ready = self._timeline.merge(page.ready, point)
+            page.ready = self.timeline.merge(page.ready, point)

@@ -184,9 +184,13 @@ class Mover:
         assert found > 0, "pages must change places, and nothing can move out of their way"
 
     def _rescue(self, page: Page, destination: int, origin: int) -> None:
-        """After a failure, a parked page goes on if there is room, else back; if even that copy fails, its bytes are lost."""
+        """After a failure, a parked page goes on if there is room, else back, else to any level: as many slots are free as pages
+        are parked. If even that copy fails, its bytes are lost."""
         levels = self._levels
-        level = destination if levels.free(destination, page.pool_group) > 0 else origin
+        level = destination
+        for other in [origin, *range(levels.last, origin, -1)]:
+            if levels.free(level, page.pool_group) == 0:
+                level = other
         try:
             self.move_run([page], level, origin)
         except Exception:
@@ -233,13 +237,15 @@ class Mover:
             raise
         for index in range(len(pages)):
             page = pages[index]
-            if page.queued:
-                levels.dequeue(page)
             levels.vacate(source, group, old_slots[index], copier.source_free)
-            page.level = destination
             page.slot = slots[index]
             page.ready = copier.ready
             allocator.bind(page.slot, page)
+            if source == destination:
+                continue  # compaction: the page keeps its place in the queue, and nobody counts it as moved
+            if page.queued:
+                levels.dequeue(page)
+            page.level = destination
             if destination != levels.parking:
                 self._arrive(page, source if origin < 0 else origin)
 

@@ -15,7 +15,7 @@ from kv_cache_manager_v2.ids import NO_SLOT, PageStatus, Point, SlotId
 from kv_cache_manager_v2.listener import CachedBlock
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class PageOwner(CachedBlock):
     """Who a page belongs to in the reuse tree; storage knows no more of the tree than this."""
 

@@ -96,10 +96,11 @@ class Places:
         for pool in self._chunk_pools:
             pool.trim()
 
-    def close(self) -> None:
-        """Give everything back; nothing may be in flight. Idempotent."""
-        for place in self.by_cell:
-            place.close()
+    def close(self, spared: Sequence[int] = ()) -> None:
+        """Give everything back; nothing may be in flight, but in the spared cells, which keep their memory. Idempotent."""
+        for cell in range(len(self.by_cell)):
+            if cell not in spared:
+                self.by_cell[cell].close()
         for pool in self._chunk_pools:
             pool.close()
         self.by_cell = []

@@ -114,6 +114,10 @@ class Settling:
         """Slots of a pool group on a level that are kept so. O(such slots)."""
         return sum([1 for key in self._left if key >> 40 == cell])
 
+    def landing_cells(self) -> list[int]:
+        """Levels and pool groups, flat, of slots that a transfer may still write to."""
+        return sorted({key >> 40 for key in self._landings})
+
     # --- settling
 
     def poll(self) -> None:

@@ -1,0 +1,219 @@
+"""A level's slots are divided anew: some pool groups shrink, others grow.
+
+Rule: whether it fits is decided before anything changes. A group that shrinks first gives up its oldest pages, as making room
+always does, then moves the pages that lie in slots to be cut into free ones below, each keeping its place in the order of
+eviction, and only then gives memory back; groups grow with what is left. If the device fails on the way every group gets its old
+size back.
+
+Base addresses on the GPU stay. A page's slot may change, so nobody may have it locked; held pages survive on every level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_cache_manager_v2.device.arenas import DeviceArena
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from kv_cache_manager_v2.storage.page import Page
+
+
+class ResizeResult:
+    """What a resize did, or why it could not; true on success."""
+
+    def __init__(self, level: int, old_slots: list[int], new_slots: list[int]) -> None:
+        self.ok = True
+        self.level = level
+        self.old_slots = old_slots  # by pool group
+        self.new_slots = new_slots  # by pool group, as asked
+        self.reason = ""  # why it was refused
+        self.pool_group = -1  # which pool group did not fit
+        self.missing = 0  # slots short, or pages in the way
+        self.evicted = 0  # pages moved down or dropped
+        self.compacted = 0  # pages moved into slots that stay
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        what = f"level {self.level}: {self.old_slots} -> {self.new_slots} slots"
+        if self.ok:
+            return f"ResizeResult({what}, {self.evicted} pages evicted, {self.compacted} compacted)"
+        return f"ResizeResult({what} refused: {self.reason})"
+
+    def refuse(self, reason: str, pool_group: int, missing: int) -> ResizeResult:
+        self.ok = False
+        self.reason = reason
+        self.pool_group = pool_group
+        self.missing = missing
+        return self
+
+
+def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> ResizeResult:
+    """Give each pool group of a level `sizing.slots[group]` slots. O(slots of the level).
+
+    A refusal changes nothing and says why. A device failure is raised; all sizes are then the old ones again, though pages that
+    had to make room have made it.
+    """
+    return _Resize(hierarchy, level, sizing).run()
+
+
+def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[ResizeResult]:
+    """Resize all levels, the coldest first, or none: after a refusal, which is the last result, every level has its old size."""
+    before = hierarchy.sizings.copy()
+    results: list[ResizeResult] = []
+    done: list[int] = []
+    try:
+        for level in range(hierarchy.num_levels - 1, -1, -1):
+            results.append(resize_level(hierarchy, level, sizings[level]))
+            if not results[-1].ok:
+                break
+            done.append(level)
+    finally:
+        if len(done) < hierarchy.num_levels:
+            for level in reversed(done):
+                resize_level(hierarchy, level, before[level])
+    return results
+
+
+class _Resize:
+    """One resize under way."""
+
+    def __init__(self, hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
+        levels = hierarchy.levels
+        self._hierarchy = hierarchy
+        self._timeline: Timeline = hierarchy.timeline
+        self._level = level
+        self._sizing = sizing
+        self._old = [levels.total(level, group) for group in range(levels.num_groups)]
+        self._new = list(sizing.slots)
+        self._cells = [levels.cell(level, group) for group in range(levels.num_groups)]
+        self._result = ResizeResult(level, self._old, self._new)
+
+    def run(self) -> ResizeResult:
+        hierarchy = self._hierarchy
+        assert len(self._new) == hierarchy.num_groups, "a sizing is for all pool groups"
+        if hierarchy.settling.in_flight > 0:
+            hierarchy.settling.wait()
+            hierarchy.settle()
+        if not self._fits():
+            return self._result
+        evicted = self._count_leaving()
+        hierarchy.mover.execute(hierarchy.planner.plans, self._level)
+        self._result.evicted = evicted
+        try:
+            for group in range(hierarchy.num_groups):
+                if self._new[group] < self._old[group]:
+                    self._shrink(group, self._new[group])
+            for group in range(hierarchy.num_groups):
+                if self._new[group] > self._old[group]:
+                    self._grow(group, self._new[group])
+        except BaseException:
+            self._restore()
+            raise
+        hierarchy.places.trim()
+        hierarchy.sizings[self._level] = self._sizing
+        return self._result
+
+    # --- before anything changes
+
+    def _fits(self) -> bool:
+        hierarchy = self._hierarchy
+        result = self._result
+        need = [0] * hierarchy.num_groups
+        if hierarchy.settling.in_flight > 0:
+            result.refuse("a file transfer that timed out is still running, and may write to this memory", -1, 1)
+            return False
+        for group in range(hierarchy.num_groups):
+            old, new = self._old[group], self._new[group]
+            need[group] = max(0, old - new)
+            if new < old:
+                locked = self._count_locked(group, new)
+                if locked > 0:
+                    text = (
+                        f"{locked} pages of pool group {group} lie in slots to be cut and are locked; suspend their requests first"
+                    )
+                    result.refuse(text, group, locked)
+                    return False
+            for arena in hierarchy.places.by_cell[self._cells[group]].arenas:
+                if isinstance(arena, DeviceArena) and new * arena.slot_bytes > arena.reserved_bytes:
+                    short = new - arena.reserved_bytes // arena.slot_bytes
+                    text = f"pool group {group} would outgrow the {arena.reserved_bytes} bytes of address space reserved for it"
+                    result.refuse(text, group, short)
+                    return False
+        shortage = hierarchy.planner.plan(self._level, need, [], [], False, True)
+        if shortage is not None:
+            text = (
+                f"{shortage.missing} pages of pool group {shortage.pool_group} can be neither dropped nor moved to a colder level"
+            )
+            result.refuse(text, shortage.pool_group, shortage.missing)
+            return False
+        return True
+
+    def _count_locked(self, group: int, new: int) -> int:
+        pages = self._hierarchy.levels.allocators[self._cells[group]].pages
+        count = 0
+        for slot in range(new, len(pages)):
+            page = pages[slot]
+            if page is not None and page.locks > 0:
+                count += 1
+        return count
+
+    def _count_leaving(self) -> int:
+        """Pages of the level that the plan evicts."""
+        count = 0
+        for plan in self._hierarchy.planner.plans:
+            for pages in plan.sinking:
+                count += sum([1 for page in pages if page.level == self._level])
+            count += sum([1 for page in plan.drops if page.level == self._level])
+        return count
+
+    # --- execution
+
+    def _shrink(self, group: int, new: int) -> None:
+        """Compact and cut. Pages keep their places in the queue, whatever slots they move to."""
+        hierarchy = self._hierarchy
+        allocator = hierarchy.levels.allocators[self._cells[group]]
+        place = hierarchy.places.by_cell[self._cells[group]]
+        allocator.prepare_shrink(new)
+        moving = allocator.blocking()
+        if moving:
+            assert len(moving) <= allocator.free, "a shrink that fits has too few free slots to compact into"
+            hierarchy.mover.move_run(moving, self._level, -1)
+            self._result.compacted += len(moving)
+        self._wait(group)
+        allocator.finish_shrink()
+        place.resize(new)
+
+    def _grow(self, group: int, new: int) -> None:
+        self._wait(group)
+        self._hierarchy.places.by_cell[self._cells[group]].resize(new)
+        self._hierarchy.levels.allocators[self._cells[group]].expand(new)
+
+    def _wait(self, group: int) -> None:
+        """The host waits for all work on the group's slots: memory off the GPU may move, and memory that is cut is gone."""
+        allocator = self._hierarchy.levels.allocators[self._cells[group]]
+        allocator.synchronize()
+        pages: list[Page] = [page for page in allocator.pages if page is not None]
+        for page in pages:
+            self._timeline.synchronize(page.ready)
+
+    def _restore(self) -> None:
+        """After a device failure: every group back to its old size, those that grew first. No page lies in what they give up."""
+        hierarchy = self._hierarchy
+        for group in range(hierarchy.num_groups):
+            allocator = hierarchy.levels.allocators[self._cells[group]]
+            place = hierarchy.places.by_cell[self._cells[group]]
+            if allocator.shrinking():
+                allocator.abort_shrink()
+            if self._new[group] > self._old[group]:
+                if allocator.capacity > self._old[group]:
+                    allocator.prepare_shrink(self._old[group])
+                    allocator.finish_shrink()
+                place.resize(self._old[group])
+        for group in range(hierarchy.num_groups):
+            allocator = hierarchy.levels.allocators[self._cells[group]]
+            if allocator.capacity < self._old[group]:
+                hierarchy.places.by_cell[self._cells[group]].resize(self._old[group])
+                allocator.expand(self._old[group])

@@ -1,0 +1,192 @@
+"""A level's slots divided anew: order, contents, and refusals that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_cache_manager_v2.errors import KVCacheError
+from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.resizing import ResizeResult, resize_level, resize_levels
+from tests.storage.helpers import Rig
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.check()
+        rig.close()
+
+
+def sizing_of(rig: Rig, level: int, slots: list[int]) -> LevelSizing:
+    old = rig.hierarchy.sizings[level]
+    sizing = LevelSizing(old.tier, old.asked, old.quota, old.granularity)
+    sizing.slots = slots
+    return sizing
+
+
+def resize(rig: Rig, level: int, slots: list[int]) -> ResizeResult:
+    result = resize_level(rig.hierarchy, level, sizing_of(rig, level, slots))
+    rig.check()
+    return result
+
+
+@pytest.mark.parametrize(("tiers", "level"), [("gh", 0), ("gh", 1), ("gd", 1)])
+def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(rigs: list[Rig], tiers: str, level: int, tmp_path: Path) -> None:
+    """Pages in slots that are cut move to free ones; that does not make them younger."""
+    rig = Rig([[8], [8]], tiers, path=str(tmp_path))
+    rigs.append(rig)
+    pages = [rig.cached(i) for i in range(8)]
+    if level == 1:
+        pages = pages + [rig.cached(i) for i in range(8, 16)]
+    residents = rig.order(level)
+    for page in residents[1:3]:  # free slots among the low ones
+        rig.hierarchy.orphan(page)
+    kept = [residents[0], *residents[3:]]
+    result = resize(rig, level, [4])
+    assert result
+    assert (result.evicted, rig.hierarchy.total(level, 0)) == (2, 4)
+    assert rig.order(level) == kept[2:]
+    assert all(page.slot < 4 for page in kept[2:])
+    assert result.compacted == 4 if level == 0 else result.compacted >= 1
+    for i, page in enumerate(pages):
+        if page.alive():
+            rig.expect(page, i)
+
+
+def test_shrink_without_slots_above_moves_nothing(rigs: list[Rig]) -> None:
+    rig = Rig([[8], [8]])
+    rigs.append(rig)
+    page = rig.cached(1)
+    result = resize(rig, 0, [3])
+    assert result
+    assert (result.evicted, result.compacted) == (0, 0)
+    rig.expect(page, 1)
+
+
+def test_held_pages_of_the_last_level_survive(rigs: list[Rig]) -> None:
+    rig = Rig([[2], [6]])
+    rigs.append(rig)
+    held = [rig.held(i) for i in range(3)]
+    cached = [rig.cached(i) for i in range(3, 8)]
+    for _ in range(2):
+        rig.new()
+    assert [page.level for page in held] == [1, 1, 1]
+    rig.hierarchy.release(held.pop(0))
+    result = resize(rig, 1, [2])
+    assert result
+    assert [page.alive() for page in held] == [True, True]
+    assert sum(page.alive() for page in cached) == 0
+    for i, page in enumerate(held, start=1):
+        rig.expect(page, i)
+
+
+def test_refused_when_held_pages_do_not_fit(rigs: list[Rig]) -> None:
+    rig = Rig([[2], [4]])
+    rigs.append(rig)
+    held = [rig.held(i) for i in range(6)]
+    for level, slots, missing in ((1, 1, 3), (0, 1, 1)):
+        before = rig.order(level)
+        result = resize(rig, level, [slots])
+        assert not result
+        assert (result.pool_group, result.missing) == (0, missing)
+        assert f"{missing} pages" in result.reason
+        assert rig.order(level) == before
+        assert rig.hierarchy.total(level, 0) == result.old_slots[0]
+    for i, page in enumerate(held):
+        rig.expect(page, i)
+
+
+def test_refused_while_a_slot_to_be_cut_is_locked(rigs: list[Rig]) -> None:
+    rig = Rig([[4], [4]])
+    rigs.append(rig)
+    pages = [rig.new(i) for i in range(3)]
+    result = resize(rig, 0, [2])
+    assert not result
+    assert "locked" in result.reason
+    assert (result.missing, rig.hierarchy.total(0, 0)) == (1, 4)
+    rig.expect(pages[2], 2)
+
+
+def test_grow_one_group_with_what_the_other_gives(rigs: list[Rig]) -> None:
+    """Base addresses on the GPU stay where they are."""
+    rig = Rig([[6, 2], [6, 2]], slot_sizes=((96,), (64, 40)))
+    rigs.append(rig)
+    bases = [rig.hierarchy.base_address(0, group, pool) for group, pool in ((0, 0), (1, 0), (1, 1))]
+    first = [rig.cached(i) for i in range(6)]
+    second = [rig.cached(i, life_cycle=1) for i in range(10, 12)]
+    results = resize_levels(rig.hierarchy, [sizing_of(rig, level, [3, 9]) for level in (0, 1)])
+    assert all(results)
+    rig.check()
+    assert [rig.hierarchy.total(level, group) for level in (0, 1) for group in (0, 1)] == [3, 9, 3, 9]
+    assert bases == [rig.hierarchy.base_address(0, group, pool) for group, pool in ((0, 0), (1, 0), (1, 1))]
+    assert [page.level for page in first] == [1, 1, 1, 0, 0, 0]
+    more = [rig.cached(i, life_cycle=1) for i in range(12, 19)]
+    for i, page in [*enumerate(first), *enumerate(second + more, start=10)]:
+        rig.expect(page, i)
+
+
+def test_to_zero_and_back(rigs: list[Rig]) -> None:
+    rig = Rig([[2], [4]])
+    rigs.append(rig)
+    pages = [rig.cached(i) for i in range(6)]
+    assert resize(rig, 1, [0])
+    assert [page.alive() for page in pages] == [False] * 4 + [True] * 2
+    assert resize(rig, 1, [4])
+    rig.new()
+    assert pages[4].level == 1
+    rig.expect(pages[4], 4)
+
+
+@pytest.mark.parametrize(("call", "nth"), [("map_chunk", 1), ("set_access", 1), ("create_chunk", 1), ("copy_batch", 1)])
+def test_device_failure_restores_every_size(rigs: list[Rig], call: str, nth: int) -> None:
+    rig = Rig([[60000, 2], [4, 4]], slot_sizes=((96,), (4096,)))
+    rigs.append(rig)
+    low = rig.new(1)
+    high: list[Page] = []
+    for _ in range(3):
+        high.append(rig.new())
+    page = rig.cached(2)
+    for locked in high:
+        rig.hierarchy.unlock(locked, NULL_POINT)
+    rig.driver.fail(call, nth)
+    with pytest.raises(KVCacheError):
+        resize_level(rig.hierarchy, 0, sizing_of(rig, 0, [2, 4000]))
+    rig.check()
+    assert [rig.hierarchy.total(0, group) for group in (0, 1)] == [60000, 2]
+    rig.expect(low, 1)
+    rig.expect(page, 2)
+    assert resize(rig, 0, [2, 4000])
+    rig.expect(page, 2)
+
+
+def test_all_levels_or_none(rigs: list[Rig]) -> None:
+    """The GPU cannot give up its held pages, so the host level, resized before, gets its old size back."""
+    rig = Rig([[4], [4]])
+    rigs.append(rig)
+    for i in range(8):
+        rig.held(i)
+    results = resize_levels(rig.hierarchy, [sizing_of(rig, 0, [2]), sizing_of(rig, 1, [5])])
+    assert [bool(result) for result in results] == [True, False]
+    rig.check()
+    assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [4, 4]
+
+
+def test_work_in_flight_is_waited_for(rigs: list[Rig]) -> None:
+    """Under any interleaving the bytes of pages that are moved and memory that is cut are those that were written."""
+    for seed in range(12):
+        rig = Rig([[6], [6]], schedule="random", seed=seed)
+        rigs.append(rig)
+        pages = [rig.cached(i) for i in range(9)]
+        assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [3]))
+        assert resize_level(rig.hierarchy, 0, sizing_of(rig, 0, [4]))
+        assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [40]))
+        for i, page in enumerate(pages):
+            if page.alive():
+                rig.expect(page, i)

@@ -1,0 +1,281 @@
+"""File transfers in flight: confirmed, failed, timed out; and pages that change places while both tiers are full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_cache_manager_v2.errors import CuError
+from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.storage.page import Page
+from tests.storage.helpers import FakeBlock, Rig
+
+SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.check()
+        rig.close()
+
+
+def settle_all(rig: Rig) -> None:
+    rig.driver.synchronize()
+    rig.hierarchy.settle()
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+@pytest.mark.parametrize("tiers", ["gh", "gd", "ghd", "gdd", "ghh"])
+@pytest.mark.parametrize("sizes", [((96,),), ((96, 1),), (((3 << 19) + 5, 40),)])
+def test_bytes_survive_every_way_down_and_up(
+    rigs: list[Rig], schedule: str, seed: int, tiers: str, sizes: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    """Any slot size, one byte included; one larger than a staging piece passes in parts."""
+    if sizes[0][0] > 1000 and seed > 1:
+        pytest.skip("large slots: two schedules are enough")
+    slots = [[2]] * len(tiers)
+    rig = Rig(slots, tiers, sizes, schedule, seed, str(tmp_path))
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(2 * len(tiers))]
+    settle_all(rig)
+    rig.check()
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+    for at in range(0, len(pages), 2):
+        batch = pages[at : at + 2]
+        assert rig.hierarchy.acquire([0], batch) is None
+        rig.check()
+        assert [page.level for page in batch] == [0, 0]
+        for page in batch:
+            rig.hierarchy.lock_held(page)
+        for i, page in enumerate(batch, start=at):
+            rig.expect(page, i)
+        for page in batch:
+            rig.hierarchy.hold_locked(page, NULL_POINT)
+    settle_all(rig)
+    assert rig.hierarchy.transfers_in_flight == 0
+    assert rig.counters.lost == [0]
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_full_tiers_exchange_more_pages_than_the_parking_holds(rigs: list[Rig], schedule: str, seed: int) -> None:
+    count = 150
+    rig = Rig([[count], [count]], "gh", ((16,),), schedule, seed)
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(2 * count)]
+    assert rig.hierarchy.acquire([0], pages[:count]) is None
+    assert [page.level for page in pages] == [0] * count + [1] * count
+    assert rig.order(0) == pages[:count]
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_more_file_reads_than_the_staging_area_holds(rigs: list[Rig], schedule: str, seed: int, tmp_path: Path) -> None:
+    """100 slots of over half a piece each, through 64 pieces."""
+    if seed > 2:
+        pytest.skip("three schedules are enough")
+    rig = Rig([[100], [100]], "gd", ((600_000,),), schedule, seed, str(tmp_path))
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(100)]
+    assert rig.hierarchy.acquire([100], []) is None
+    assert rig.hierarchy.acquire([0], pages) is None
+    for i in (0, 50, 99):
+        rig.expect(pages[i], i)
+    settle_all(rig)
+
+
+@pytest.mark.parametrize("effect", ["error", "short"])
+@pytest.mark.parametrize("tiers", ["gd", "ghd"])
+def test_failed_read_loses_its_page_only(rigs: list[Rig], tiers: str, effect: str, tmp_path: Path) -> None:
+    rig = Rig([[4]] * len(tiers), tiers, path=str(tmp_path))
+    rigs.append(rig)
+    blocks = [FakeBlock(f"{i}") for i in range(3)]
+    pages = [rig.cached(i, owner=blocks[i]) for i in range(3)]
+    for page in pages:
+        rig.hierarchy.hold(page)
+    for _ in range(len(tiers) - 1):  # down to the disk
+        for _ in range(4):
+            rig.cached(9)
+    target = len(tiers) - 2
+    assert [page.level for page in pages] == [target + 1] * 3
+    rig.hierarchy.settle()
+    rig.driver.fail("read_file", 2, 1, effect)
+    assert rig.hierarchy.prefetch(pages, target) is None
+    settle_all(rig)
+    assert [page.lost for page in pages] == [False, True, False]
+    assert [len(block.gone) for block in blocks] == [0, 1, 0]
+    assert rig.counters.lost == [1]
+    rig.expect(pages[0], 0)
+    rig.expect(pages[2], 2)
+    assert pages[1].alive()
+    free = rig.hierarchy.free(target, 0)
+    rig.hierarchy.release(pages[1])
+    assert not pages[1].alive()
+    assert rig.hierarchy.free(target, 0) == free + 1
+
+
+def test_failed_write_loses_a_cached_page_at_once(rigs: list[Rig], tmp_path: Path) -> None:
+    rig = Rig([[2], [4]], "gd", path=str(tmp_path))
+    rigs.append(rig)
+    block = FakeBlock("lost")
+    page = rig.cached(1, owner=block)
+    other = rig.cached(2)
+    rig.driver.fail("write_file")
+    assert rig.hierarchy.acquire([2], []) is None
+    settle_all(rig)
+    assert block.gone == [page]
+    assert not page.alive()
+    assert rig.counts(1) == (3, 1, 0)
+    rig.expect(other, 2)
+
+
+def test_loss_is_noticed_after_the_page_has_moved_on(rigs: list[Rig], tmp_path: Path) -> None:
+    """Disk to host fails, and before anybody looks the page goes on to the GPU: it is lost all the same."""
+    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path))
+    rigs.append(rig)
+    page = rig.held(1)
+    rig.cached(2)
+    rig.cached(3)
+    rig.hierarchy.settle()
+    assert page.level == 2
+    rig.driver.fail("read_file")
+    assert rig.hierarchy.prefetch([page], 1) is None
+    assert page.transfers == 1
+    assert rig.hierarchy.acquire([0], [page]) is None
+    assert page.level == 0
+    rig.check()
+    settle_all(rig)
+    assert page.lost
+    rig.hierarchy.release(page)
+
+
+def test_late_write_harms_nobody(rigs: list[Rig], tmp_path: Path) -> None:
+    """A write that timed out loses its page; its slot is nobody's until the write has really ended."""
+    rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
+    rigs.append(rig)
+    block = FakeBlock("late")
+    page = rig.cached(1, owner=block)
+    gate = rig.driver.hang("write_file")
+    assert rig.hierarchy.acquire([2], []) is None
+    for _ in range(40):
+        rig.hierarchy.settle()
+    assert page.lost
+    assert block.gone == [page]
+    assert not page.alive()
+    assert rig.counts(1) == (1, 0, 1)
+    others = [rig.cached(value) for value in (5, 6, 7)]
+    rig.check()
+    settle_all(rig)
+    gate.open()
+    settle_all(rig)
+    assert rig.hierarchy.transfers_in_flight == 0
+    assert rig.counts(1) == (1, 1, 0)
+    for value, other in zip((5, 6, 7), others, strict=True):
+        rig.expect(other, value)
+
+
+def test_late_read_keeps_its_staging_piece(rigs: list[Rig], tmp_path: Path) -> None:
+    rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
+    rigs.append(rig)
+    page = rig.held(1)
+    assert rig.hierarchy.acquire([2], []) is None
+    settle_all(rig)
+    gate = rig.driver.hang("read_file")
+    assert rig.hierarchy.acquire([0], [page]) is None
+    for _ in range(40):
+        rig.hierarchy.settle()
+    assert page.lost
+    assert page.level == 0
+    assert rig.hierarchy.transfers_in_flight == 1
+    before = rig.hierarchy.staging.free()
+    rig.hierarchy.release(page)
+    gate.open()
+    settle_all(rig)
+    assert rig.hierarchy.staging.free() == before + 1
+
+
+def test_late_read_into_a_host_slot_keeps_the_slot(rigs: list[Rig], tmp_path: Path) -> None:
+    """The page that was being read is given up; its slot is free only after the read has ended."""
+    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path), transfer_timeout=20)
+    rigs.append(rig)
+    page = rig.held(1)
+    rig.cached(2)
+    warm = rig.cached(3)
+    settle_all(rig)
+    gate = rig.driver.hang("read_file")
+    assert rig.hierarchy.prefetch([page], 1) is None
+    assert page.level == 1
+    rig.hierarchy.release(page)
+    assert rig.counts(1) == (0, 0, 1)
+    rig.check()
+    shortage = rig.hierarchy.acquire([1], [warm])
+    assert shortage is not None
+    gate.open()
+    settle_all(rig)
+    assert rig.counts(1) == (1, 0, 0)
+
+
+def test_busy_pages_are_waited_for_rather_than_refused(rigs: list[Rig], tmp_path: Path) -> None:
+    rig = Rig([[1], [1]], "gd", path=str(tmp_path), schedule="random", seed=3)
+    rigs.append(rig)
+    for value in range(6):
+        page = rig.cached(value)
+    rig.expect(page, 5)
+
+
+@pytest.mark.parametrize("call", ["copy_batch", "record_event", "create_stream"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize(("tiers", "full"), [("gh", False), ("gh", True), ("ghh", True)])
+def test_device_failure_in_the_middle_leaves_pages_where_they_were(
+    rigs: list[Rig], call: str, nth: int, tiers: str, full: bool
+) -> None:
+    """Whatever fails, slots and queues agree, nothing is leaked, every page keeps its bytes, and the next try succeeds."""
+    rig = Rig([[3]] * len(tiers), tiers, ((96, 8),))
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(3 * len(tiers) if full else 4)]
+    cold = [page for page in pages if page.level > 0][:2]
+    before = [page.level for page in pages]
+    rig.driver.fail(call, nth)
+    failed = False
+    try:
+        assert rig.hierarchy.acquire([0 if full else 1], cold) is None
+    except CuError:
+        failed = True
+    rig.driver.heal()
+    rig.check()
+    for i, page in enumerate(pages):
+        assert page.alive()
+        rig.expect(page, i)
+    if failed and nth == 1:
+        assert [page.level for page in pages] == before
+    assert rig.hierarchy.acquire([0 if full else 1], cold) is None
+    rig.check()
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+def test_slot_is_handed_on_with_the_point_of_its_last_user(rigs: list[Rig]) -> None:
+    """A new owner's stream is behind the old owner's gate."""
+    rig = Rig([[1]], "g")
+    rigs.append(rig)
+    page = rig.new(1)
+    gate = rig.driver.gate(rig.stream)
+    rig.hierarchy.unlock(page, rig.timeline.record(rig.stream))
+    consumer = rig.driver.create_stream()
+    taken: Page = rig.new()
+    rig.timeline.wait(consumer, taken.ready)
+    point = rig.timeline.record(consumer)
+    assert not rig.timeline.done(point)
+    gate.open()
+    rig.driver.synchronize()
+    assert rig.timeline.done(point)
+    rig.timeline.forget(consumer)
+    rig.driver.destroy_stream(consumer)
