@@ -223,11 +223,11 @@ class Hierarchy(PageKeeper):
 
         Changes nothing, so that whoever trades pages for others can ask before it gives any up.
         """
-        shortage = self._planner.foresee(list(need), given, parked, self.settling.busy_pages())
+        shortage = self.planner.foresee(list(need), given, parked, self.settling.busy_pages())
         if shortage is not None and self.settling.in_flight > 0 and not shortage.permanent:
             self.settling.wait()
             self.settle()
-            shortage = self._planner.foresee(list(need), given, parked, self.settling.busy_pages())
+            shortage = self.planner.foresee(list(need), given, parked, self.settling.busy_pages())
         return shortage
 
     def raise_priority(self, page: Page, priority: int) -> None:
