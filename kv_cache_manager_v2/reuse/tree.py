@@ -129,7 +129,7 @@ class RadixTree:
             self.has_attention = True
             if not life_cycle.loss_ends_path(NEVER):
                 self.windows.append(life_cycle)
-        num_sinks = max([life_cycle.num_sink_blocks for life_cycle in life_cycles])
+        num_sinks = max([life_cycle.num_sink_blocks for life_cycle in life_cycles], default=0)
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
         self.path_mask_behind_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
