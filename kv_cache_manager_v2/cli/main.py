@@ -1,0 +1,65 @@
+"""The `kvcm` command: picks a tool, runs it, and turns errors into one line and an exit status.
+
+Rule: exit status 0 is success, 1 a check that failed, 2 a mistake of the user's or of the input, 130 an interrupt. A traceback
+that reaches the user is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from kv_cache_manager_v2.build import COMPILED, VERSION
+from kv_cache_manager_v2.cli import replay
+from kv_cache_manager_v2.cli.contents import TokenRangeError
+from kv_cache_manager_v2.cli.traces import TraceError
+from kv_cache_manager_v2.errors import KVCacheError
+
+EXIT_OK: Final = 0
+EXIT_CHECK_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130  # what a shell says of a program ended by SIGINT
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all tools; each adds its own options."""
+    parser = OneLineParser(prog="kvcm", description="Tools of kv_cache_manager_v2, the KV-cache manager of LLM inference engines.")
+    parser.add_argument("--version", action="version", version=f"kvcm {VERSION} ({'compiled' if COMPILED else 'interpreted'})")
+    tools = parser.add_subparsers(title="tools", dest="tool", metavar="TOOL", required=True)
+    replay.add_parser(tools)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one tool; returns the exit status. `arguments` as after the program's name; by default those of the process."""
+    try:
+        options = make_parser().parse_args(arguments)
+        passed = replay.run(options)
+    except SystemExit as exit_request:  # argparse has printed help or what is wrong
+        return exit_request.code if isinstance(exit_request.code, int) else EXIT_USAGE
+    except (TraceError, TokenRangeError, KVCacheError) as error:
+        return _fail(str(error))
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except KeyboardInterrupt:
+        print("kvcm: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_OK if passed else EXIT_CHECK_FAILED
+
+
+def _fail(message: str) -> int:
+    print(f"kvcm: error: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USAGE

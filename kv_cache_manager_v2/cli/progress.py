@@ -1,0 +1,32 @@
+"""A progress bar on a terminal.
+
+Rule: nothing but a terminal ever gets one, and the tools do the same with and without the `cli` extra that draws it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes how many of `total` are done; it draws on standard error, or does nothing."""
+    if not sys.stderr.isatty():
+        yield _ignore
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        yield _ignore
+        return
+    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=5) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _ignore(_done: int) -> None:
+    """No terminal, or nothing to draw with."""

@@ -1,0 +1,216 @@
+"""`kvcm replay`: runs a request trace through the real manager on the emulated device, and reports what the cache was worth.
+
+Rule: every mistake that can be seen in the options or the files is reported before the replay starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from kv_cache_manager_v2 import CacheTier
+from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.cli.capacity import TierBlocks, blocks_of_gib, plan_capacity
+from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, token_source
+from kv_cache_manager_v2.cli.progress import progress_bar
+from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
+from kv_cache_manager_v2.cli.serving import Engine
+from kv_cache_manager_v2.cli.traces import STDIN, Trace, read_trace
+from kv_cache_manager_v2.errors import KVCacheError
+
+TIERS: Final = (("gpu", CacheTier.GPU_MEM), ("host", CacheTier.HOST_MEM), ("disk", CacheTier.DISK))
+DESCRIPTION: Final = """\
+Replays a request trace through the KV-cache manager on the emulated device (no GPU is used): each prompt is looked up, its missing
+tokens are given pages, and the whole prompt is committed for later requests. Reports the tokens found in the cache, over the
+whole trace and over its last half of requests, by tier; the pages moved and dropped; suspensions; and the time it took."""
+EPILOG: Final = """\
+Sizes are given in blocks, or in GiB with --bytes-per-token. Without --gpu-blocks and --gpu-gib, the GPU tier is as large as the
+trace can ever use, which shows the most that any cache could find. A request that does not fit an empty cache is counted
+as skipped, and as a miss. Exit status: 0, or 1 if --verify found a page with wrong contents, or 2 for a mistake in the
+options or the trace."""
+
+
+def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
+    """Add this tool's options to the command."""
+    parser = tools.add_parser("replay", help="replay a request trace through the manager", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("trace", metavar="TRACE", help="trace file; .gz is unpacked; - is standard input")
+    parser.add_argument(
+        "--trace-format", choices=["mooncake"], default="mooncake", help="format of the trace (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trace-block-size",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="tokens per hash id of the trace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens-per-block", type=_positive, default=32, metavar="N", help="tokens per block of the cache (default: %(default)s)"
+    )
+    for name, tier in TIERS:
+        size = parser.add_mutually_exclusive_group()
+        meaning = (
+            "blocks that the GPU holds"
+            if tier is CacheTier.GPU_MEM
+            else f"blocks that the {name} tier holds (default: no such tier)"
+        )
+        size.add_argument(f"--{name}-blocks", type=_positive, metavar="N", help=meaning)
+        size.add_argument(f"--{name}-gib", type=_gib, metavar="X", help="the same in GiB of real KV; needs --bytes-per-token")
+    parser.add_argument(
+        "--bytes-per-token", type=_positive, metavar="N", help="bytes of KV per token, of the model that --*-gib are about"
+    )
+    parser.add_argument(
+        "--disk-path", default=tempfile.gettempdir(), metavar="DIR", help="where the disk tier's files are (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=_positive, default=1, metavar="N", help="requests open at once (default: %(default)s)"
+    )
+    parser.add_argument("--decode", action="store_true", help="also generate output_length tokens for each request, one at a time")
+    parser.add_argument(
+        "--verify", action="store_true", help="stamp each page with its tokens' fingerprint and compare it at each reuse"
+    )
+    parser.add_argument("--max-records", type=_positive, metavar="N", help="replay the first N requests only")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="count and report malformed lines instead of stopping at the first"
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="changes the made-up tokens (default: %(default)s)")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="form of the report (default: %(default)s)")
+    parser.add_argument("--output", metavar="FILE", help="write the report there instead of to standard output")
+    parser.set_defaults(parser=parser)
+
+
+def run(options: argparse.Namespace) -> bool:
+    """Replay as the options say and write the report; False if a page held wrong contents."""
+    started = time.perf_counter()
+    _check_options(options)
+    trace = read_trace(
+        options.trace, options.trace_block_size, skip_bad_lines=options.skip_bad_lines, max_records=options.max_records
+    )
+    stamp_bytes = FINGERPRINT_BYTES if options.verify else 0
+    capacity = plan_capacity(_tiers(options, trace), options.tokens_per_block, stamp_bytes, options.disk_path)
+    source = token_source(options.trace_block_size, options.seed)
+    engine = Engine(capacity, source, concurrency=options.concurrency, decode=options.decode, verify=options.verify)
+    try:
+        with progress_bar("replay", len(trace.records)) as progress:
+            outcome = engine.run(trace.records, progress)
+    except BaseException:
+        with suppress(KVCacheError):  # the first error is the one to tell
+            engine.close()
+        raise
+    engine.close()
+    settings = Settings(
+        "standard input" if options.trace == STDIN else options.trace,
+        options.trace_format,
+        options.trace_block_size,
+        options.tokens_per_block,
+        options.concurrency,
+        options.decode,
+        options.verify,
+        options.seed,
+        "compiled" if COMPILED else "interpreted",
+    )
+    report = make_report(settings, trace, capacity, outcome, time.perf_counter() - started)
+    text = to_json(report) if options.format == "json" else to_table(report)
+    if options.output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(options.output).write_text(text, encoding="utf-8")
+    return outcome.num_mismatches == 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """What argparse cannot see; ends with its usage message."""
+    parser: argparse.ArgumentParser = options.parser
+    in_gib = [name for name, _tier in TIERS if getattr(options, f"{name}_gib") is not None]
+    if in_gib and options.bytes_per_token is None:
+        parser.error(f"--{in_gib[0]}-gib needs --bytes-per-token")
+    if options.bytes_per_token is not None and not in_gib:
+        parser.error("--bytes-per-token means nothing without --gpu-gib, --host-gib or --disk-gib")
+    for name in in_gib:
+        if blocks_of_gib(getattr(options, f"{name}_gib"), options.bytes_per_token, options.tokens_per_block) == 0:
+            parser.error(f"--{name}-gib {getattr(options, f'{name}_gib'):g} is less than one block")
+    wants_disk = options.disk_blocks is not None or options.disk_gib is not None
+    if wants_disk and not os.path.isdir(options.disk_path):
+        parser.error(f"--disk-path {options.disk_path}: no such directory")
+    if options.output is not None:
+        folder = os.path.dirname(options.output) or "."
+        if not os.path.isdir(folder):
+            parser.error(f"--output {options.output}: no directory {folder}")
+        if os.path.isdir(options.output) or not os.access(options.output if os.path.exists(options.output) else folder, os.W_OK):
+            parser.error(f"--output {options.output}: cannot be written")
+
+
+def _tiers(options: argparse.Namespace, trace: Trace) -> list[TierBlocks]:
+    """The tiers that the user asked for, warm to cold."""
+    tiers: list[TierBlocks] = []
+    for name, tier in TIERS:
+        num_blocks = getattr(options, f"{name}_blocks")
+        gib = getattr(options, f"{name}_gib")
+        if gib is not None:
+            num_blocks = blocks_of_gib(gib, options.bytes_per_token, options.tokens_per_block)
+        if num_blocks is None and tier is CacheTier.GPU_MEM:
+            num_blocks = _enough_blocks(options, trace)
+        if num_blocks is not None:
+            tiers.append(TierBlocks(tier, num_blocks))
+    return tiers
+
+
+def _enough_blocks(options: argparse.Namespace, trace: Trace) -> int:
+    """A number of blocks that the trace cannot exceed: those of every distinct prefix, and the private tails of open requests."""
+    tokens_per_block: int = options.tokens_per_block
+    trace_block_size: int = options.trace_block_size
+    concurrency: int = options.concurrency
+    prefixes: set[int] = set()  # hashes of id sequences: the same tokens behind another prefix are another block
+    longest = generated = 0
+    for record in trace.records:
+        prefix = 0
+        for block_id in record.block_ids:
+            prefix = hash((prefix, block_id))
+            prefixes.add(prefix)
+        output_length = record.output_length if options.decode else 0
+        generated += output_length
+        longest = max(longest, record.input_length + output_length)
+    per_prefix = -(-trace_block_size // tokens_per_block) + (trace_block_size % tokens_per_block != 0)
+    private = concurrency * (longest // tokens_per_block + 2)
+    return len(prefixes) * per_prefix + generated // tokens_per_block + 2 * len(trace.records) + private
+
+
+def _positive(text: str) -> int:
+    """An integer of at least 1; for argparse."""
+    value = _integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _integer(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _gib(text: str) -> float:
+    """A positive finite number; for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive size")
+    return value

@@ -1,0 +1,135 @@
+"""What a replay found, for people and for programs.
+
+Rule: the JSON keys are an interface: they are added to, never renamed. Counts are tokens, blocks or pages; ratios are 0 to 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kv_cache_manager_v2.cli.capacity import Capacity
+from kv_cache_manager_v2.cli.serving import Outcome
+from kv_cache_manager_v2.cli.traces import Trace
+
+REPORTED_BAD_LINES: Final = 10  # of the skipped lines, how many are listed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for, as far as it belongs beside the result."""
+
+    trace: str
+    trace_format: str
+    trace_block_size: int
+    tokens_per_block: int
+    concurrency: int
+    decode: bool
+    verify: bool
+    seed: int
+    build: str  # "compiled" or "interpreted"
+
+
+def hit_summary(hit_tokens: Sequence[int], total_tokens: Sequence[int]) -> dict[str, Any]:
+    """Hits, total and ratio of some requests, in tokens."""
+    hits, total = sum(hit_tokens), sum(total_tokens)
+    return {"hit_tokens": hits, "total_tokens": total, "hit_ratio": hits / total if total else 0.0}
+
+
+def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
+    """The result as a JSON object. The last half leaves out the first `requests // 2` requests."""
+    totals = [record.input_length for record in trace.records]
+    hits = outcome.hit_tokens
+    half = len(totals) // 2
+    names = capacity.tier_names
+    report: dict[str, Any] = {
+        "trace": settings.trace,
+        "trace_format": settings.trace_format,
+        "trace_block_size": settings.trace_block_size,
+        "tokens_per_block": settings.tokens_per_block,
+        "blocks": dict(zip(names, capacity.num_blocks, strict=True)),
+        "concurrency": settings.concurrency,
+        "decode": settings.decode,
+        "verify": settings.verify,
+        "seed": settings.seed,
+        "requests": len(totals),
+        "skipped_requests": len(outcome.skipped),
+        "bad_lines": len(trace.bad_lines),
+        "bad_line_reasons": [{"line": bad.number, "reason": bad.reason} for bad in trace.bad_lines[:REPORTED_BAD_LINES]],
+        "whole": hit_summary(hits, totals),
+        "last_half": hit_summary(hits[half:], totals[half:]),
+        "hit_tokens_by_tier": dict(zip(names, outcome.hit_tokens_by_level, strict=True)),
+        "computed_tokens": outcome.computed_tokens,
+        "generated_tokens": outcome.generated_tokens,
+        "pages_moved": {name: dict(zip(names, row, strict=True)) for name, row in zip(names, outcome.pages_moved, strict=True)},
+        "pages_dropped": sum(outcome.pages_dropped),
+        "pages_dropped_by_tier": dict(zip(names, outcome.pages_dropped, strict=True)),
+        "suspensions": outcome.suspensions,
+        "restarts": outcome.restarts,
+        "wall_seconds": round(wall_seconds, 3),
+        "requests_per_second": round(len(totals) / wall_seconds, 1) if wall_seconds > 0 else 0.0,
+        "build": settings.build,
+    }
+    if settings.verify:
+        report["pages_checked"] = outcome.pages_checked
+        report["page_mismatches"] = outcome.num_mismatches
+        report["page_mismatch_examples"] = outcome.mismatches
+    return report
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """The report as indented JSON text."""
+    return json.dumps(report, indent=2) + "\n"
+
+
+def to_table(report: dict[str, Any]) -> str:
+    """The report as a table of two columns, a blank line between groups."""
+    rows: list[tuple[str, str]] = [
+        ("trace", f"{report['trace']} ({report['trace_format']}, blocks of {report['trace_block_size']} tokens)"),
+        ("tokens per block", _number(report["tokens_per_block"])),
+        ("blocks", ", ".join(f"{name} {_number(count)}" for name, count in report["blocks"].items())),
+        ("requests open at once", _number(report["concurrency"])),
+        ("", ""),
+        ("requests", _number(report["requests"])),
+        ("requests that cannot fit", _number(report["skipped_requests"])),
+        ("malformed lines skipped", _number(report["bad_lines"])),
+        *[(f"  line {bad['line']}", bad["reason"]) for bad in report["bad_line_reasons"]],
+        ("", ""),
+        ("hit tokens, whole trace", _hits(report["whole"])),
+        ("hit tokens, last half of requests", _hits(report["last_half"])),
+        *[(f"  found on {name}", _number(count)) for name, count in report["hit_tokens_by_tier"].items()],
+        ("prompt tokens computed", _number(report["computed_tokens"])),
+    ]
+    if report["decode"]:
+        rows.append(("tokens generated", _number(report["generated_tokens"])))
+    rows.append(("", ""))
+    for source, row in report["pages_moved"].items():
+        rows += [
+            (f"pages moved {source} to {target}", _number(count)) for target, count in row.items() if count or source != target
+        ]
+    rows += [(f"pages dropped from {name}", _number(count)) for name, count in report["pages_dropped_by_tier"].items()]
+    rows += [("suspensions", _number(report["suspensions"])), ("restarts", _number(report["restarts"]))]
+    if report["verify"]:
+        rows += [
+            ("pages checked", _number(report["pages_checked"])),
+            ("pages with wrong contents", _number(report["page_mismatches"])),
+        ]
+        rows += [("", example) for example in report["page_mismatch_examples"]]
+    rows += [
+        ("", ""),
+        ("seconds", f"{report['wall_seconds']:.2f}"),
+        ("requests per second", f"{report['requests_per_second']:,.0f}"),
+        ("build", str(report["build"])),
+    ]
+    width = max(len(label) for label, _value in rows)
+    return "".join(f"{label:<{width}}  {value}".rstrip() + "\n" for label, value in rows)
+
+
+def _number(value: int) -> str:
+    return f"{value:,}"
+
+
+def _hits(summary: dict[str, Any]) -> str:
+    return f"{_number(summary['hit_tokens'])} of {_number(summary['total_tokens'])} ({100 * summary['hit_ratio']:.2f} %)"

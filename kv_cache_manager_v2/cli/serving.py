@@ -1,0 +1,258 @@
+"""A serving engine without a model: drives the real manager through a trace, one request after the other or several at once.
+
+Rule: open requests stand in order of admission, and the running ones are a prefix of that order. Whoever gets no page makes the
+newest running request wait, itself included; waiting ones come back last out, first in, once another has ended. So the oldest
+request always advances.
+
+A request's prompt is looked up, "computed" (pages are taken, nothing is calculated) and committed; with `decode`, its output
+follows token by token, all running requests in turn. Without, a request stays open until `concurrency` requests are.
+Time plays no part: requests come in the trace's order, as fast as they can be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager
+from kv_cache_manager_v2.cli.capacity import Capacity
+from kv_cache_manager_v2.cli.contents import TokenSource
+from kv_cache_manager_v2.cli.stamps import PageStamps
+from kv_cache_manager_v2.cli.traces import TraceRecord
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.cli.contents import TokenBuffer
+
+
+@dataclass
+class Outcome:
+    """What a replay counted. `hit_tokens[i]` is what request i found when it first came; a skipped one found nothing."""
+
+    hit_tokens: list[int]
+    hit_tokens_by_level: list[int]
+    computed_tokens: int = 0  # prompt tokens that were not found, every time a prompt was looked up
+    generated_tokens: int = 0
+    suspensions: int = 0
+    restarts: int = 0  # requests given up and served again from the start, since even their suspended pages were in the way
+    skipped: list[int] = field(default_factory=list)  # requests that do not fit an otherwise empty cache
+    pages_moved: list[list[int]] = field(default_factory=list)  # by source level, then destination level
+    pages_dropped: list[int] = field(default_factory=list)  # by level
+    pages_checked: int = 0  # with verification: how often a page was compared
+    num_mismatches: int = 0  # with verification: how often it held something else
+    mismatches: list[str] = field(default_factory=list)  # the first of them, in words
+
+
+class OpenRequest:
+    """A request of the trace between its first admission and its end."""
+
+    def __init__(self, index: int, prompt: TokenBuffer, output: TokenBuffer) -> None:
+        self.index = index  # position in the trace
+        self.prompt = prompt  # what is looked up and computed; after a restart also what had been generated
+        self.output = output  # what is still to be generated at admission
+        self.generated = 0  # how many of `output` are committed
+        self.prefilled = False  # the prompt is committed
+        self.fingerprints = b""  # of prompt and output, with verification
+        self.hits_by_level: list[int] | None = None  # the first look-up, once made
+
+
+class Engine:
+    """Serves the records of a trace through one manager on one emulated device."""
+
+    def __init__(self, capacity: Capacity, source: TokenSource, *, concurrency: int, decode: bool, verify: bool) -> None:
+        self._driver = EmulatedDriver()
+        self._manager = KVCacheManager(capacity.config, driver=self._driver)
+        self._stream = self._driver.create_stream()
+        self._source = source
+        self._concurrency = concurrency  # most requests open at once
+        self._decode = decode
+        self._stamps = PageStamps(self._manager, self._driver, self._stream) if verify else None
+        self._given_up: list[OpenRequest] = []  # to be admitted again, the oldest last
+        self._open: list[OpenRequest] = []  # in order of admission
+        self._caches: list[KVCache] = []  # of the open requests
+        self._num_running = 0  # _open[:_num_running] run, the others are suspended
+        self._crowded = False  # somebody was suspended, and nobody has ended since: resuming would only suspend again
+        self._outcome = Outcome([], [0] * len(capacity.num_blocks))
+
+    def run(self, records: Sequence[TraceRecord], progress: Callable[[int], None]) -> Outcome:
+        """Serve all records; `progress` is told how many are done."""
+        outcome = self._outcome
+        outcome.hit_tokens = [0] * len(records)
+        admitted = 0
+        while self._open or self._given_up or admitted < len(records):
+            while len(self._open) == self._num_running < self._concurrency and (self._given_up or admitted < len(records)):
+                if self._given_up:
+                    self._admit(self._given_up.pop())
+                else:
+                    self._admit(self._make_request(admitted, records[admitted]))
+                    admitted += 1
+                self._resume_suspended()
+                self._prefill_running()
+            self._resume_suspended()
+            self._prefill_running()
+            if self._decode:
+                self._decode_step()
+            self._finish(more=bool(self._given_up) or admitted < len(records))
+            progress(admitted - len(self._open) - len(self._given_up))
+        self._count_movement()
+        return outcome
+
+    def close(self) -> None:
+        """Give the memory back; whatever is open is dropped."""
+        for cache in self._caches:
+            cache.close()
+        self._caches.clear()
+        self._open.clear()
+        self._num_running = 0
+        self._manager.shutdown()
+        self._driver.destroy_stream(self._stream)
+        self._driver.close()
+
+    # --- admission and end
+
+    def _make_request(self, index: int, record: TraceRecord) -> OpenRequest:
+        output = self._source.output(record.output_length if self._decode else 0)
+        return OpenRequest(index, self._source.prompt(record.block_ids, record.input_length), output)
+
+    def _admit(self, request: OpenRequest) -> None:
+        """Look the prompt up; the request stands last, suspended."""
+        cache = self._manager.create_kv_cache(None, request.prompt, id=request.index)
+        request.prefilled = False
+        if self._stamps is not None:
+            request.fingerprints = self._source.fingerprints(self._source.joined([request.prompt, request.output]))
+        outcome = self._outcome
+        outcome.computed_tokens += len(request.prompt) - cache.num_committed_tokens
+        if request.hits_by_level is None:
+            request.hits_by_level = list(cache.cached_tokens_by_level)
+            outcome.hit_tokens[request.index] = cache.num_committed_tokens
+            for level, num_tokens in enumerate(request.hits_by_level):
+                outcome.hit_tokens_by_level[level] += num_tokens
+        self._open.append(request)
+        self._caches.append(cache)
+
+    def _finish(self, *, more: bool) -> None:
+        """Close what has nothing left to do. Only a running request can end: a suspended one has work to come back for."""
+        if self._decode:
+            for position in reversed(range(self._num_running)):
+                request = self._open[position]
+                if request.prefilled and request.generated == len(request.output):
+                    self._end(position)
+            return
+        full = len(self._open) >= self._concurrency or len(self._open) > self._num_running
+        if self._num_running and (full or not more):
+            self._end(0)
+
+    def _end(self, position: int) -> None:
+        """Close one running request: its pages stay in the cache for others."""
+        self._check(position)
+        del self._open[position]
+        self._num_running -= 1
+        self._crowded = False
+        self._caches.pop(position).close()
+
+    # --- the work of a step
+
+    def _resume_suspended(self) -> None:
+        """Bring suspended requests back, the oldest first, as long as there is room and nobody has to make room at once."""
+        while self._num_running < len(self._open) and not (self._crowded and self._num_running):
+            if self._caches[self._num_running].resume(self._stream):
+                self._num_running += 1
+                self._check(self._num_running - 1)
+            elif self._num_running or not self._make_way():
+                return
+
+    def _prefill_running(self) -> None:
+        """Compute and commit the prompts of running requests that have not done so."""
+        position = 0
+        while position < self._num_running:
+            request = self._open[position]
+            if not request.prefilled:
+                if not self._grow(position, len(request.prompt)):
+                    continue  # it waits, or is gone: look at whoever stands here now
+                cache = self._caches[position]
+                self._commit(position, request.prompt[cache.num_committed_tokens :])
+                request.prefilled = True
+                if not self._decode:
+                    cache.stop_committing()  # the partial last block is of use to others from now on
+            position += 1
+
+    def _decode_step(self) -> None:
+        """One more token for every running request that has any left."""
+        position = 0
+        while position < self._num_running:
+            request = self._open[position]
+            if request.prefilled and request.generated < len(request.output):
+                if not self._grow(position, len(request.prompt) + request.generated + 1):
+                    continue
+                self._commit(position, request.output[request.generated : request.generated + 1])
+                request.generated += 1
+                self._outcome.generated_tokens += 1
+            position += 1
+
+    def _commit(self, position: int, tokens: TokenBuffer) -> None:
+        """Write the pages of the next tokens and offer them for reuse."""
+        cache = self._caches[position]
+        if self._stamps is not None:
+            beg = cache.num_committed_tokens
+            self._stamps.write(cache, self._open[position].fingerprints, beg, beg + len(tokens))
+        cache.commit(tokens)
+
+    def _check(self, position: int) -> None:
+        """With verification: compare all pages of a running request."""
+        if self._stamps is not None:
+            request = self._open[position]
+            cache = self._caches[position]
+            self._stamps.check(cache, request.index, request.fingerprints, cache.num_committed_tokens)
+
+    # --- pressure
+
+    def _grow(self, position: int, length: int) -> bool:
+        """Pages for `length` tokens of the request at `position`, at the cost of newer ones; False if it does not run any more."""
+        cache = self._caches[position]
+        while not cache.resize(length):
+            if self._num_running > 1:
+                self._num_running -= 1
+                self._caches[self._num_running].suspend()
+                self._outcome.suspensions += 1
+                self._crowded = True
+                if self._num_running == position:
+                    return False
+            elif not self._make_way():
+                return False
+        return True
+
+    def _make_way(self) -> bool:
+        """At most the oldest request runs, and it gets no room: restart the newest suspended one later, or give the oldest up for
+        good if it is alone. False if it was given up."""
+        newest = self._open.pop()
+        self._caches.pop().close()
+        if not self._open:  # alone with a cache that nobody else uses: it can never fit
+            self._num_running = 0
+            self._skip(newest)
+            return False
+        self._outcome.restarts += 1
+        newest.prompt = self._source.joined([newest.prompt, newest.output[: newest.generated]])
+        newest.output = newest.output[newest.generated :]
+        newest.generated = 0
+        self._given_up.append(newest)
+        return True
+
+    def _skip(self, request: OpenRequest) -> None:
+        """Count a request that does not fit; what it found at its look-up served nobody."""
+        outcome = self._outcome
+        outcome.skipped.append(request.index)
+        outcome.hit_tokens[request.index] = 0
+        for level, num_tokens in enumerate(request.hits_by_level or ()):
+            outcome.hit_tokens_by_level[level] -= num_tokens
+
+    def _count_movement(self) -> None:
+        outcome = self._outcome
+        levels = range(len(outcome.hit_tokens_by_level))
+        movement = self._manager.movement
+        outcome.pages_moved = [[movement.pages_moved(source, destination) for destination in levels] for source in levels]
+        outcome.pages_dropped = [movement.pages_dropped(level) for level in levels]
+        if self._stamps is not None:
+            self._driver.synchronize()
+            outcome.pages_checked = self._stamps.pages_checked
+            outcome.num_mismatches = self._stamps.num_mismatches
+            outcome.mismatches = self._stamps.mismatches
