@@ -6,11 +6,11 @@ plus stride times converted page index. The page indices of a step are copied wh
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from kv_cache_manager_v2.extras.torch import pool_array
 
 from kv_cache_manager_v2 import (
     AttentionLayerConfig,
@@ -54,7 +54,11 @@ class PagedMemory:
         }
 
     def _pages(self, manager: KVCacheManager, layer: LayerId, role: DataRole) -> FloatArray:
-        pages: FloatArray = pool_array(manager, layer, role, np.float32, self._page_shape)
+        """A layer's pages: page i lies at base address + i * stride. On the emulated device an address is one of this process."""
+        stride = manager.get_page_stride(layer, role)
+        num_pages = manager.get_page_index_upper_bound(layer, role)
+        memory = (ctypes.c_byte * (num_pages * stride)).from_address(manager.get_mem_pool_base_address(layer, role))
+        pages: FloatArray = np.frombuffer(memoryview(memory), dtype=np.float32).reshape(num_pages, *self._page_shape)
         return pages
 
     def view(self, buffers: Mapping[LayerGroupId, IndexArray], cache: KVCache) -> PagedView:
