@@ -8,8 +8,9 @@ settles file transfers that ended.
 from __future__ import annotations
 
 import os
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
@@ -32,14 +33,16 @@ from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, aggregate
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
 from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc, build_layout
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len, size_levels
+from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
-from kv_cache_manager_v2.reuse.matching import Match, match
+from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence import residency
-from kv_cache_manager_v2.sequence.state import PriorityCallback, SequenceState, Shared
+from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
 from kv_cache_manager_v2.sequence.upkeep import audit, check_everything, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult, resize_levels, resize_quota
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 
@@ -52,7 +55,13 @@ class KVCacheManager:
     tier cannot be had; nothing is left behind then. Close every cache, then `shutdown()`.
     """
 
-    def __init__(self, config: KVCacheManagerConfig, *, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        config: KVCacheManagerConfig,
+        *,
+        driver: Driver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._down = True  # until all of it stands, a finaliser has nothing to do
         self._config = config.copy()
         layout = build_layout(self._config)
@@ -64,12 +73,14 @@ class KVCacheManager:
         self._hierarchy = Hierarchy(self._driver, self._timeline, layout, sizings, self._config.cache_tiers, self._movement)
         self._keys = make_block_keys(self._config.block_key_hash)
         self._tree = RadixTree(layout.life_cycles, layout.tokens_per_block, self._hierarchy, None, self._keys)
+        self._tuner = Tuner(layout, self._config, sizings, clock)
         self._shared = Shared(
             layout,
             self._driver,
             self._timeline,
             self._hierarchy,
             self._tree,
+            self._tuner,
             self._config.max_util_for_resume,
             self._config.enable_partial_reuse,
             self._config.reuse_match_backoff,
@@ -133,6 +144,27 @@ class KVCacheManager:
             self._require_up("probe_reuse()")
             return self._match(scope, packed).num_tokens
 
+    def probe_first_new_block_key(self, reuse_scope: ReuseScope | None, tokens: object) -> bytes | None:
+        """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
+
+        None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
+        """
+        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        packed = pack(tokens, self._config.text_only)
+        with self._shared.lock:
+            self._require_up("probe_first_new_block_key()")
+            return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
+
+    def probe_reuse_by_keys(self, reuse_scope: ReuseScope | None, block_keys: Sequence[bytes]) -> int:
+        """As `probe_reuse`, for a prompt known by the chained keys of its blocks (without the root's); matches whole blocks only.
+
+        The first call computes the keys of all cached blocks; from then on they are kept.
+        """
+        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        with self._shared.lock:
+            self._require_up("probe_reuse_by_keys()")
+            return match_keys(self._tree, scope, list(block_keys), self._config.reuse_match_backoff).num_tokens
+
     def clear_reusable_blocks(self) -> None:
         """Forget every cached block. Raises LogicError, nothing changed, while a cache is open."""
         with self._shared.lock:
@@ -167,6 +199,62 @@ class KVCacheManager:
         return clamp_max_seq_len(
             self._shared.layout, self._gpu_slots(), batch_size, token_num_upper_bound, self._config.max_util_for_resume
         )
+
+    def resize(self, cache_level: CacheLevel, quota: int, best_efforts: bool = False) -> ResizeResult:
+        """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
+
+        Pages that no longer fit move down or are dropped, in eviction order; those of suspended caches survive. `best_efforts`: the
+        largest feasible quota not above the asked one instead of a refusal. Raises LogicError while a cache is ACTIVE, ConfigError
+        for a level that there is not.
+        """
+        level = self._level(cache_level)
+        with self._shared.lock:
+            self._require_up("resize()")
+            tidy(self._shared)
+            self._require_all_suspended("resize()")
+            current = self._hierarchy.sizings[level]
+            weights = self._tuner.target_weights(CacheLevel(level))
+            result = resize_quota(self._hierarchy, level, quota, weights, best_efforts)
+            if result.ok and self._hierarchy.sizings[level] is not current:
+                self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
+            audit(self._shared)
+        return result
+
+    @property
+    def need_adjustment(self) -> bool:
+        """Whether enough requests were sampled, the cooldown is over and the pools no longer have the shares that the lengths
+        ask for.
+
+        Then suspend every cache and call `adjust()`. Equal histories give equal answers, so ranks agree.
+        """
+        return self._tuner.need_adjustment()
+
+    def adjust(self) -> AdjustResult:
+        """Divide each level anew between the pool groups, by the sampled lengths; every cache must be suspended.
+
+        All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
+        """
+        with self._shared.lock:
+            self._require_up("adjust()")
+            tidy(self._shared)
+            self._require_all_suspended("adjust()")
+            levels = [CacheLevel(level) for level in range(self._hierarchy.num_levels)]
+            targets = [
+                self._tuner.target_sizing(level) if self._tuner.mismatched(level) else self._hierarchy.sizings[level]
+                for level in levels
+            ]
+            result = AdjustResult(resize_levels(self._hierarchy, targets))
+            if result.ok:
+                for level in levels:
+                    self._tuner.set_sizing(level, self._hierarchy.sizings[level])
+            self._tuner.adjusted()
+            audit(self._shared)
+        return result
+
+    @property
+    def tuner(self) -> Tuner:
+        """What was sampled, and the shares that it leads to."""
+        return self._tuner
 
     @property
     def movement(self) -> MovementCounters:
@@ -317,6 +405,14 @@ class KVCacheManager:
     def _require_up(self, call: str) -> None:
         if self._down:
             raise LogicError(f"{call}: the manager has been shut down")
+
+    def _require_all_suspended(self, call: str) -> None:
+        count = 0
+        for state in self._shared.open.values():
+            if state.status == ACTIVE:
+                count += 1
+        if count > 0:
+            raise LogicError(f"{call}: {count} KV cache(s) are ACTIVE; suspend them first")
 
     def _require_none_open(self, call: str) -> None:
         count = len(self._shared.open)

@@ -87,9 +87,13 @@ class Tuner:
         self.gpu_weights = list(weights)
         self._verdict = None
 
+    def target_weights(self, level: CacheLevel) -> list[float] | None:
+        """The shares to aim at on a level, by pool group; None while the samples say nothing."""
+        return self.gpu_weights if level == GPU_LEVEL else self.cold_weights
+
     def target_sizing(self, level: CacheLevel) -> LevelSizing:
         """What an adjustment would make of a level: its quota, divided by the weights to aim at, floors kept."""
-        weights = self.gpu_weights if level == GPU_LEVEL else self.cold_weights
+        weights = self.target_weights(level)
         current = self.sizings[level]
         return current if weights is None else resized(self.layout, current, None, weights)
 

@@ -24,7 +24,7 @@ def resize(state: SequenceState, capacity: int | None, history: int | None) -> b
         state.require(ACTIVE, "resize()")
         done = growth.resize(state, state.capacity if capacity is None else capacity, state.history if history is None else history)
         if done:
-            state.sample(capacity, history)
+            state.sample()
         audit(shared)
     return done
 

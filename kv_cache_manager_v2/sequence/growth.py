@@ -24,7 +24,8 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
     ):
         state.capacity = capacity
         state.capacity_sum += capacity
-        state.capacity_count += 1
+        state.history_sum += state.history
+        state.num_samples += 1
         return True
     return False
 

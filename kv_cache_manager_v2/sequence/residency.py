@@ -45,6 +45,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
         assert snapshot is not None, "a match ends at a snapshot"
         recurrence.borrow(shared.hierarchy, snapshot)
     _credit_levels(state)
+    shared.tuner.sample_reused(count)
 
 
 def _hold_matched(state: SequenceState, lane: Lane, match: Match) -> None:
@@ -256,6 +257,8 @@ def close(state: SequenceState) -> None:
     if state.provision is not None:
         shared.provisions.append(state.provision)
         state.provision = None
+    if state.capacity > 0 and not state.excluded:
+        shared.tuner.sample_closed(*state.mean_lengths())
     for lane in state.lanes:
         lane.row.blank()
         lane.row.detach()

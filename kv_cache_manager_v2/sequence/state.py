@@ -26,6 +26,7 @@ from kv_cache_manager_v2.errors import LogicError, PageDataLostError
 from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Stream
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.layout.pools import StorageLayout
+from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import Block, RadixTree
@@ -61,6 +62,7 @@ class Shared:
         timeline: Timeline,
         hierarchy: Hierarchy,
         tree: RadixTree,
+        tuner: Tuner,
         max_util_for_resume: float,
         enable_partial_reuse: bool,
         reuse_match_backoff: int,
@@ -84,6 +86,7 @@ class Shared:
         self.ssm: LifeCycle | None = layout.ssm
         self.scratch: bool = layout.max_rewind is not None
         self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
+        self.tuner = tuner  # learns from the lengths of requests how to divide the memory
         self.lock: threading.RLock = threading.RLock()
         self.open: dict[int, SequenceState] = {}  # by serial number
         self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
@@ -204,11 +207,12 @@ class SequenceState:
         self.stream = Stream(0)
         self.stream_set = False
         self.last_shortage: Shortage | None = None
-        # arithmetic means of the lengths asked for, as sums and counts
+        # sums over all resizes, for the means of the lengths
         self.capacity_sum = 0
-        self.capacity_count = 0
         self.history_sum = 0
-        self.history_count = 0
+        self.num_samples = 0
+        self.excluded = False  # a dummy: it teaches the tuner nothing
+        self.set_history(0)
 
     def lane(self, life_cycle: int, beam: int) -> Lane | None:
         """The lane of an attention life cycle and beam; None for a recurrent one."""
@@ -242,14 +246,16 @@ class SequenceState:
                 soonest = change
         self.next_stale = soonest
 
-    def sample(self, capacity: int | None, history: int | None) -> None:
-        """Add lengths that the engine asked for to the request's means, which guide the split of the memory."""
-        if capacity is not None:
-            self.capacity_sum += capacity
-            self.capacity_count += 1
-        if history is not None:
-            self.history_sum += history
-            self.history_count += 1
+    def sample(self) -> None:
+        """Add the present lengths to the request's means, which guide the split of the memory: once per resize."""
+        self.capacity_sum += self.capacity
+        self.history_sum += self.history
+        self.num_samples += 1
+
+    def mean_lengths(self) -> tuple[float, float]:
+        """Mean capacity and mean history over the request's steps, its last lengths included."""
+        count = self.num_samples + 1
+        return (self.capacity_sum + self.capacity) / count, (self.history_sum + self.history) / count
 
     # --- tokens
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2.device.arenas import DeviceArena
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.errors import ConfigError, OutOfMemoryError
+from kv_cache_manager_v2.layout.arithmetic import round_up
+from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
@@ -57,6 +59,57 @@ def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> Resiz
     had to make room have made it.
     """
     return _Resize(hierarchy, level, sizing).run()
+
+
+class AdjustResult:
+    """What an adjustment did on each level, or why it could not; true on success."""
+
+    def __init__(self, levels: list[ResizeResult]) -> None:
+        self.levels = levels  # in the order in which they were tried, coldest first; after a refusal, which is last, none
+        self.ok = all(result.ok for result in levels)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        return f"AdjustResult({self.levels})"
+
+
+def resize_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float] | None, best_efforts: bool) -> ResizeResult:
+    """Give a level another quota in bytes, divided by `weights` (None: by those that it has).
+
+    Refused below the level's minimum, and where the pages that must be kept do not fit. `best_efforts`: instead of a refusal or of
+    the device's OutOfMemoryError, the largest feasible quota not above the asked one, in whole grains; since only growing can fail
+    at the asked size and succeed below it, it lies between the present quota and the asked one. O(log grains) resizes tried then.
+    """
+    current = hierarchy.sizings[level]
+    grain = current.granularity
+    asked = round_up(quota, grain)
+    if asked < current.minimum_quota:
+        refused = ResizeResult(level, current.slots, current.slots)
+        return refused.refuse(f"a quota of {quota} bytes is below the level's minimum of {current.minimum_quota} bytes", -1, 0)
+    if not best_efforts or asked <= current.quota:
+        return resize_level(hierarchy, level, resized(hierarchy.layout, current, asked, weights))
+    result = _try_quota(hierarchy, level, asked, weights)
+    low, high = current.quota // grain, asked // grain  # feasible, infeasible
+    while not result.ok and high - low > 1:
+        middle = (low + high) // 2
+        if _try_quota(hierarchy, level, middle * grain, weights).ok:
+            low = middle
+        else:
+            high = middle
+    if not result.ok and low * grain > current.quota:
+        return ResizeResult(level, current.slots, hierarchy.sizings[level].slots)
+    return result
+
+
+def _try_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float] | None) -> ResizeResult:
+    """One resize, in which what the device or the index range refuses is a refusal like any other."""
+    current = hierarchy.sizings[level]
+    try:
+        return resize_level(hierarchy, level, resized(hierarchy.layout, current, quota, weights))
+    except (OutOfMemoryError, ConfigError) as error:
+        return ResizeResult(level, current.slots, current.slots).refuse(str(error), -1, 0)
 
 
 def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[ResizeResult]:
