@@ -210,10 +210,10 @@ class KVCache:
     def cuda_stream(self) -> Stream:
         """The stream on which the engine uses this cache. Setting it while ACTIVE makes the new stream wait for the old one.
 
-        Raises LogicError when read before it was ever set, or set for the first time while ACTIVE.
+        Raises ConfigError (a ValueError) when read before it was ever set.
         """
         if not self._state.stream_set:
-            raise LogicError("cuda_stream has not been set: pass a stream to resume()")
+            raise ConfigError("cuda_stream has not been set: pass a stream to resume()")
         return self._state.stream
 
     @cuda_stream.setter

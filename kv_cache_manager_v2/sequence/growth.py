@@ -7,7 +7,7 @@ is that of the blocks that come, go or fall out of a window, never of the sequen
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.sequence import scratch
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
 from kv_cache_manager_v2.storage.page import Page
@@ -85,6 +85,9 @@ def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], sp
         else:
             shortage = hierarchy.acquire(need, [])
         if shortage is not None:
+            group = shortage.pool_group
+            if not shortage.permanent and need[group] + _staying(state, group, leaving, given) > hierarchy.total(GPU_LEVEL, group):
+                shortage.permanent = True
             state.last_shortage = shortage
             return False
     if leaving or given:
@@ -93,6 +96,28 @@ def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], sp
             shortage = hierarchy.acquire(need, [])
             assert shortage is None, "what was foreseen fits"
     return True
+
+
+def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: list[Page]) -> int:
+    """GPU slots of a pool group that the request itself goes on using: no eviction gets those. O(blocks), on a shortage only."""
+    count = 0
+    for lane in state.lanes:
+        if lane.pool_group == group:
+            beg, end = lane.stale(state.history)
+            count += len(lane.scratch)
+            for ordinal, page in enumerate(lane.pages):
+                if page is not None and not beg <= ordinal < end:
+                    count += 1
+    for recurrence in state.recurrences():
+        if recurrence.pool_group == group and recurrence.page is not None:
+            count += 1
+    for page in given:
+        if page.pool_group == group:
+            count -= 1
+    for item in leaving:
+        if item.lane.pool_group == group and _stays_held(state, item.ordinal):
+            count -= 1
+    return count
 
 
 def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int, int]]) -> None:
