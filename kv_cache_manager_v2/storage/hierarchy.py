@@ -20,7 +20,7 @@ from typing import Final
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, Point, SlotId, Stream
 from kv_cache_manager_v2.layout.pools import StorageLayout
@@ -135,7 +135,7 @@ class Hierarchy(PageKeeper):
     def unlock(self, page: Page, point: Point) -> None:
         """One user less; `point` is the end of its work."""
         assert page.locks > 0, "a page was unlocked more often than locked"
-        page.ready = self.timeline.merge(page.ready, point)
+        page.ready = self._later(page.ready, point)
         page.locks -= 1
         if page.locks == 0:
             self.levels.settle(page)
@@ -172,11 +172,22 @@ class Hierarchy(PageKeeper):
     def hold_locked(self, page: Page, point: Point) -> None:
         """One lock becomes a hold; `point` is the end of the user's work."""
         assert page.locks > 0, "a page that is not locked cannot be unlocked"
-        page.ready = self.timeline.merge(page.ready, point)
+        page.ready = self._later(page.ready, point)
         page.holds += 1
         page.locks -= 1
         if page.locks == 0:
             self.levels.settle(page)
+
+    def _later(self, first: Point, second: Point) -> Point:
+        """As `Timeline.merge`, asking the device nothing in the common cases."""
+        if first == NULL_POINT:
+            return second
+        if second == NULL_POINT:
+            return first
+        stream = first >> SEQUENCE_BITS
+        if stream == second >> SEQUENCE_BITS and stream != 0:
+            return first if first > second else second
+        return self.timeline.merge(first, second)
 
     # --- what the reuse tree asks (PageKeeper)
 
@@ -436,5 +447,4 @@ class Hierarchy(PageKeeper):
 
     def merge_ready(self, page: Page, point: Point) -> None:
         """Somebody else has queued work on the page's bytes: later users wait for it too."""
-        if point != NULL_POINT:
-            page.ready = self.timeline.merge(page.ready, point)
+        page.ready = self._later(page.ready, point)

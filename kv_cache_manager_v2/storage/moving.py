@@ -130,28 +130,27 @@ class Mover:
             if plan.sinking[level]:  # an owner that was told may have given some back
                 plan.sinking[level] = [page for page in plan.sinking[level] if page.slot != NO_SLOT]
         plan.rising = [page for page in plan.rising if page.slot != NO_SLOT]
-        parked: list[list[Page]] = [[] for _level in range(levels.num_levels)]
         try:
             while True:
                 moved = 0
                 left = 0
                 for level in range(levels.last, target, -1):
-                    moved += self._move_some(parked[level], level, target)
-                    moved += self._move_some(plan.sinking[level], level, -1)
-                    left += len(parked[level]) + len(plan.sinking[level])
-                moved += self._move_some(plan.rising, target, -1)
+                    moved += self._move_some(plan.sinking[level], level, target)
+                    left += len(plan.sinking[level])
+                moved += self._move_some(plan.rising, target, target)
                 left += len(plan.rising)
                 if left == 0:
                     return
                 if moved == 0:
-                    self._park(plan, target, parked)
+                    self._park(plan, target)
         except BaseException:
             for level in range(target + 1, levels.num_levels):
-                for page in parked[level]:
-                    self._rescue(page, level, target)
+                for page in plan.sinking[level]:
+                    if page.level == levels.parking:
+                        self._rescue(page, level, target)
             raise
 
-    def _move_some(self, pages: list[Page], destination: int, origin: int) -> int:
+    def _move_some(self, pages: list[Page], destination: int, target: int) -> int:
         """Move pages from the front of the list, as many as there are free slots; those moved leave the list."""
         if not pages:
             return 0
@@ -162,37 +161,34 @@ class Mover:
                 end = done + 1
                 while end < total and pages[end].level == pages[done].level:
                     end += 1
-                self.move_run(pages[done:end], destination, origin)
+                self.move_run(pages[done:end], destination, target)
                 done = end
         finally:
             del pages[:done]
         return done
 
-    def _park(self, plan: GroupPlan, target: int, parked: list[list[Page]]) -> None:
-        """Take some pages off the target level that have no slot below yet."""
+    def _park(self, plan: GroupPlan, target: int) -> None:
+        """Take some pages off the target level that have no slot below yet. They keep their places in the plan."""
         levels = self._levels
         room = levels.free(levels.parking, plan.pool_group)
-        found = 0
+        leaving: list[Page] = []
         for level in range(levels.last, target, -1):
-            pages = plan.sinking[level]
-            leaving = [page for page in pages if page.level == target][: room - found]
-            if leaving:
-                self.move_run(leaving, levels.parking, -1)
-                found += len(leaving)
-                parked[level] += leaving
-                plan.sinking[level] = [page for page in pages if page.level != levels.parking]
-        assert found > 0, "pages must change places, and nothing can move out of their way"
+            for page in plan.sinking[level]:
+                if page.level == target and len(leaving) < room:
+                    leaving.append(page)
+        assert leaving, "pages must change places, and nothing can move out of their way"
+        self.move_run(leaving, levels.parking, target)
 
-    def _rescue(self, page: Page, destination: int, origin: int) -> None:
+    def _rescue(self, page: Page, destination: int, target: int) -> None:
         """After a failure, a parked page goes on if there is room, else back, else to any level: as many slots are free as pages
         are parked. If even that copy fails, its bytes are lost."""
         levels = self._levels
         level = destination
-        for other in [origin, *range(levels.last, origin, -1)]:
+        for other in [target, *range(levels.last, target, -1)]:
             if levels.free(level, page.pool_group) == 0:
                 level = other
         try:
-            self.move_run([page], level, origin)
+            self.move_run([page], level, target)
         except Exception:
             allocator = levels.allocators[levels.cell(level, page.pool_group)]
             slot, point = allocator.allocate()
@@ -207,10 +203,10 @@ class Mover:
 
     # --- one batch
 
-    def move_run(self, pages: list[Page], destination: int, origin: int) -> None:
+    def move_run(self, pages: list[Page], destination: int, target: int) -> None:
         """Copy pages of one pool group from one level to free slots of another (or the same), and make the slots theirs.
 
-        origin: the level that they are counted as coming from, if they were parked; else -1.
+        target: the level that room is made on, and from which pages were parked.
         """
         levels = self._levels
         source = pages[0].level
@@ -247,7 +243,7 @@ class Mover:
                 levels.dequeue(page)
             page.level = destination
             if destination != levels.parking:
-                self._arrive(page, source if origin < 0 else origin)
+                self._arrive(page, target if source == levels.parking else source)
 
     def _arrive(self, page: Page, source: int) -> None:
         self._counters.moved[page.life_cycle][source][page.level] += 1

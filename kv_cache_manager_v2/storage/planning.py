@@ -105,6 +105,10 @@ class Planner:
         self._wanted = [0] * levels.num_groups  # slots at the target that the asking request has or gets through the plan
         self._loads: list[list[Page]] = [[] for _group in range(levels.num_groups)]
         self._move_held = True
+        self._counted = -1  # the pool group that the next three lists, by level, describe
+        self._open = [0] * levels.num_levels  # slots free once the pages to load have left
+        self._droppable = [0] * levels.num_levels  # pages that may be dropped
+        self._room: list[int] = []  # see `rooms`
         self.plans: list[GroupPlan] = []
 
     def plan(
@@ -166,6 +170,8 @@ class Planner:
 
     def _start(self, need: list[int]) -> None:
         self.number += 1
+        self._move_held = True
+        self._counted = -1
         self.plans = []
         for cell in range(len(self._rising)):
             self._rising[cell] = 0
@@ -202,21 +208,22 @@ class Planner:
                 self._marked_droppable[cell] += 1
         return True
 
-    def _open_slots(self, group: int) -> list[int]:
-        """Slots free on each level once the pages to load have left."""
+    def _count(self, target: int, group: int) -> None:
+        """Fill in what a pool group has on each level, as this plan sees it."""
+        if self._counted == group:
+            return
+        self._counted = group
         levels = self._levels
-        cells = range(group, len(self._rising), levels.num_groups)
-        return [levels.allocators[cell].free + self._rising[cell] for cell in cells]
-
-    def _droppable(self, group: int) -> list[int]:
-        levels = self._levels
-        cells = range(group, len(self._rising), levels.num_groups)
-        return [levels.queues[cell].length - levels.queues[cell].held - self._marked_droppable[cell] for cell in cells]
-
-    def _rooms(self, target: int, open_slots: list[int], droppable: list[int]) -> list[int]:
+        cell = group
+        for level in range(levels.num_levels):
+            queue = levels.queues[cell]
+            self._open[level] = levels.allocators[cell].free + self._rising[cell]
+            self._droppable[level] = queue.length - queue.held - self._marked_droppable[cell]
+            cell += levels.num_groups
         if self._move_held:
-            return rooms(target, open_slots, droppable)
-        return [0] * (len(open_slots) + 1)
+            self._room = rooms(target, self._open, self._droppable)
+        else:
+            self._room = [0] * (levels.num_levels + 1)
 
     def _missing(self, target: int, group: int, goal: int, more_held: int = 0) -> int:
         levels = self._levels
@@ -224,28 +231,27 @@ class Planner:
         free = levels.allocators[cell].free
         if goal <= free:
             return 0
-        droppable = self._droppable(group)
-        room = self._rooms(target, self._open_slots(group), droppable)
+        self._count(target, group)
         held = levels.queues[cell].held - self._marked_held[cell] + more_held
-        return shortfall(goal, free, droppable[target], held, room[target + 1])
+        return shortfall(goal, free, self._droppable[target], held, self._room[target + 1])
 
     def _choose(self, target: int, group: int) -> GroupPlan:
         """Walk down from the target: who has to leave each level, and who of those from above stays there."""
         levels = self._levels
         plan = GroupPlan(group, levels.num_levels)
-        plan.rising = self._nearest_first(self._loads[group], target)
-        open_slots = self._open_slots(group)
-        room = self._rooms(target, open_slots, self._droppable(group))
+        if self._loads[group]:
+            plan.rising = self._nearest_first(self._loads[group], target)
+        self._count(target, group)
         arriving: list[Page] = []
         goal = self._goals[group]
         for level in range(target, levels.num_levels):
-            short = goal + len(arriving) - open_slots[level]
+            short = goal + len(arriving) - self._open[level]
             goal = 0
             if short <= 0:
                 plan.sinking[level] = arriving
                 arriving = []
                 break
-            arriving = self._evict(plan, level, arriving, short, room[level + 1])
+            arriving = self._evict(plan, level, arriving, short, self._room[level + 1])
         plan.drops = arriving
         return plan
 

@@ -233,7 +233,7 @@ class _Resize:
         moving = allocator.blocking()
         if moving:
             assert len(moving) <= allocator.free, "a shrink that fits has too few free slots to compact into"
-            hierarchy.mover.move_run(moving, self._level, -1)
+            hierarchy.mover.move_run(moving, self._level, self._level)
             self._result.compacted += len(moving)
         self._wait(group)
         allocator.finish_shrink()
