@@ -6,10 +6,10 @@ it, and what is left at the end is a leak with a name.
 
 from __future__ import annotations
 
-import resource
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from kv_cache_manager_v2.device.os_memory import memlock_limit
 from kv_cache_manager_v2.errors import HostRegistrationError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import SUCCESS, CudaContext
 
@@ -153,15 +153,13 @@ class CudaMemory:
         self._registrations.add(address, nbytes)
 
     def _refusal(self, address: int, nbytes: int, code: CUresult) -> HostRegistrationError:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        limit = memlock_limit()
+        found = "unlimited" if limit < 0 else f"{limit} bytes"
         pinned = sum(self._registrations.live.values())
         reason = self._context.explain(code)
         return HostRegistrationError(
             f"{nbytes} bytes of host memory at {address:#x} could not be registered with the device: {reason}; "
-            f"{pinned} bytes are registered already and RLIMIT_MEMLOCK is {found}. Raise the limit (ulimit -l unlimited, or "
-            "--ulimit memlock=-1 for a container), give the host tier a smaller quota, or leave it out with "
-            "KVCacheManagerConfig.without_tier(CacheTier.HOST_MEM)"
+            f"{pinned} bytes are registered already and RLIMIT_MEMLOCK is {found}; raise it (ulimit -l unlimited) or register less"
         )
 
     def host_unregister(self, address: int, nbytes: int) -> None:

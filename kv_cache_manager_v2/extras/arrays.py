@@ -1,0 +1,33 @@
+"""numpy arrays over a layer's pages, on the emulated device.
+
+Rule: needs numpy and nothing else; the same pages as torch tensors, on both devices, are in torch.py beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.extras.pages import PageOwner, locate_pages
+from kv_cache_manager_v2.ids import DataRole, LayerId
+
+
+def pool_array(
+    manager: PageOwner, layer_id: LayerId, role: DataRole, dtype: npt.DTypeLike, page_shape: Sequence[int]
+) -> npt.NDArray[Any]:
+    """An array of shape (pages, *page_shape) over a layer's buffer, to be indexed by converted page indices. No copy.
+
+    Writing to it changes the pages, at once and outside of any stream's order: synchronise first. Raises ConfigError if a page
+    has other bytes than the shape and type say, and on a CUDA device, whose memory numpy cannot see.
+    """
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise ConfigError(f"dtype {kind} holds Python objects: pages hold plain bytes, give a numeric dtype")
+    pages = locate_pages(manager, layer_id, role, page_shape, kind.itemsize, str(kind))
+    if pages.cuda_device is not None:
+        raise ConfigError(f"the pages are on CUDA device {pages.cuda_device}: numpy cannot see them, use extras.torch.pool_tensor")
+    return np.ndarray((pages.num_pages, *page_shape), kind, buffer=pages.host_bytes())
