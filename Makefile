@@ -21,7 +21,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STUBS := stubs/kv_cache_manager_v2-stubs
 STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n'))
-PUBLIC_MODULES := $(subst /,.,$(patsubst %/__init__,%,$(patsubst %.pyi,kv_cache_manager_v2/%,$(STUB_FILES))))
 TYPED := kv_cache_manager_v2 tests setup_mypyc.py $(wildcard examples bench)
 
 # directories too: their time changes when a file in them is removed
@@ -66,7 +65,8 @@ typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools
 
 .PHONY: stubtest
 stubtest: $(ENV) $(PURE)  ## the public stubs against the interpreted package, and for themselves
-	PYTHONPATH=build/pure MYPYPATH=build/pure $(BIN)/stubtest --allowlist stubs/stubtest_allowlist.txt $(PUBLIC_MODULES)
+	PYTHONPATH=build/pure MYPYPATH=build/pure $(BIN)/stubtest --mypy-config-file pyproject.toml \
+	    --allowlist stubs/stubtest_allowlist.txt kv_cache_manager_v2
 	cd build && MYPYPATH=pure ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
 	    $(addprefix pure/kv_cache_manager_v2/,$(STUB_FILES))
 

@@ -1,7 +1,7 @@
 """Times the public operations, one table: `make bench`, or `python bench [--quick] [--device cuda] [--json FILE]`.
 
-Each figure is the median over repetitions, on the build that PYTHONPATH or the environment names. Nothing is compared with a threshold here:
-figures depend on the machine, and a run states its own.
+Each figure is the median over repetitions, on the build that PYTHONPATH or the environment names. Nothing is compared with a
+threshold: figures depend on the machine, and a run states its own.
 """
 
 from __future__ import annotations

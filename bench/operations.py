@@ -1,7 +1,7 @@
 """The operations that are timed: what an engine does for a request, and for each step.
 
-Sizes: prompts of 8,192 tokens, blocks of 32, one group of layers with full attention (and a second one with a window of 1,024 where the
-title says so), 256 bytes a token, so that bookkeeping and not copying is what is timed.
+Sizes: prompts of 8,192 tokens, blocks of 32, one group of layers with full attention (and a second one with a window of 1,024 where
+the title says so), 256 bytes a token, so that bookkeeping and not copying is what is timed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def swap(setting: Setting) -> Timing:
     with make_manager(setting, blocks + blocks // 2, host_blocks=2 * blocks) as manager:
         stream = setting.driver.create_stream()
         caches: list[KVCache] = []
-        for first in range(2):
+        for _which in range(2):
             cache = manager.create_kv_cache()
             assert cache.resume(stream)
             assert cache.resize(setting.prompt_tokens)

@@ -30,7 +30,7 @@ def measure(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Timing:
-    """`work` returns how many units it did. `before` and `after` run around each run, outside the clock; the collector rests inside."""
+    """`work` returns how many units it did. `before` and `after` run around each run, outside the clock; the collector rests."""
     seconds: list[float] = []
     for run in range(-1, runs):  # run -1 warms up and does not count
         if before is not None:

@@ -1,0 +1,144 @@
+from kv_cache_manager_v2.build import BuildInfo, build_info
+from kv_cache_manager_v2.config import (
+    AttentionLayerConfig,
+    BatchDesc,
+    BufferConfig,
+    CacheTierConfig,
+    DiskCacheTierConfig,
+    GpuCacheTierConfig,
+    HostCacheTierConfig,
+    KVCacheDesc,
+    KVCacheManagerConfig,
+    SsmLayerConfig,
+    SwaScratchReuseConfig,
+)
+from kv_cache_manager_v2.counters import MovementCounters
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.errors import (
+    AlreadyDroppedError,
+    ConfigError,
+    CorruptedError,
+    CuError,
+    DeviceUnavailableError,
+    HostRegistrationError,
+    KVCacheError,
+    LogicError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    PageDataLostError,
+)
+from kv_cache_manager_v2.ids import (
+    BAD_PAGE_INDEX,
+    DEFAULT_BEAM_INDEX,
+    GPU_LEVEL,
+    PRIORITY_DEFAULT,
+    BeamIndex,
+    BlockOrdinal,
+    CacheLevel,
+    CacheTier,
+    DataRole,
+    LayerGroupId,
+    LayerId,
+    LifeCycleId,
+    PageIndexMode,
+    PageStatus,
+    PoolGroupId,
+    PoolId,
+    SlotId,
+    Stream,
+)
+from kv_cache_manager_v2.kv_cache import KVCache, commit_batch, resize_batch
+from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer
+from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div
+from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
+from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
+from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
+from kv_cache_manager_v2.sequence.state import CacheStatus
+from kv_cache_manager_v2.storage.planning import Shortage
+
+_KVCache = KVCache
+__all__ = [
+    # the manager and its requests
+    "KVCacheManager",
+    "KVCache",
+    "_KVCache",
+    "CacheStatus",
+    "ReuseScope",
+    "Shortage",
+    "PlannedDropHandle",
+    "resize_batch",
+    "commit_batch",
+    # configuration
+    "KVCacheManagerConfig",
+    "GpuCacheTierConfig",
+    "HostCacheTierConfig",
+    "DiskCacheTierConfig",
+    "CacheTierConfig",
+    "AttentionLayerConfig",
+    "SsmLayerConfig",
+    "BufferConfig",
+    "KVCacheDesc",
+    "BatchDesc",
+    "SwaScratchReuseConfig",
+    # devices
+    "Driver",
+    "EmulatedDriver",
+    "BuildInfo",
+    "build_info",
+    # layout
+    "AggregatedPageDesc",
+    "BufferId",
+    "CoalescedBuffer",
+    "ExpandedBuffer",
+    "HalfOpenRange",
+    "LifeCycle",
+    "PageIndexConverter",
+    "PoolDesc",
+    "PoolGroupDesc",
+    "ScratchDesc",
+    "SlotDesc",
+    "SlotDescVariant",
+    "exact_div",
+    # tokens and keys
+    "MmItemContext",
+    "gen_multimodal_cache_key_tokens",
+    "sequence_to_blockchain_keys",
+    # statistics
+    "MovementCounters",
+    # ids, enums, constants
+    "BAD_PAGE_INDEX",
+    "DEFAULT_BEAM_INDEX",
+    "GPU_LEVEL",
+    "PRIORITY_DEFAULT",
+    "BeamIndex",
+    "BlockOrdinal",
+    "CacheLevel",
+    "CacheTier",
+    "DataRole",
+    "LayerGroupId",
+    "LayerId",
+    "LifeCycleId",
+    "PageIndexMode",
+    "PageStatus",
+    "PoolGroupId",
+    "PoolId",
+    "SlotId",
+    "Stream",
+    # errors
+    "AlreadyDroppedError",
+    "ConfigError",
+    "CorruptedError",
+    "CuError",
+    "DeviceUnavailableError",
+    "HostRegistrationError",
+    "KVCacheError",
+    "LogicError",
+    "OutOfMemoryError",
+    "OutOfPagesError",
+    "PageDataLostError",
+]
