@@ -14,6 +14,7 @@ from typing import Final
 from timing import Timing, measure
 
 from kv_cache_manager_v2 import (
+    GPU_LEVEL,
     AttentionLayerConfig,
     BufferConfig,
     DataRole,
@@ -23,11 +24,11 @@ from kv_cache_manager_v2 import (
     KVCacheManager,
     KVCacheManagerConfig,
     LayerId,
+    Stream,
     commit_batch,
     resize_batch,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.ids import Stream
 
 BLOCK: Final = 32
 BYTES_PER_TOKEN: Final = 256
@@ -153,28 +154,29 @@ def grow_over_cached(setting: Setting) -> Timing:
     blocks = setting.prompt_tokens // BLOCK
     with make_manager(setting, 8 * blocks) as manager:
         stream = setting.driver.create_stream()
-        serial = [0]
+        fresh = iter(range(10_000))
         open_caches: list[KVCache] = []
 
+        def fill() -> None:
+            serve(manager, stream, tokens(setting.prompt_tokens, next(fresh))).close()
+
         def before() -> None:
-            while len(open_caches) == 0 or serial[0] < 10:
-                serial[0] += 1
-                serve(manager, stream, tokens(setting.prompt_tokens, serial[0])).close()
-                if serial[0] >= 10 and not open_caches:
-                    break
             cache = manager.create_kv_cache()
             assert cache.resume(stream)
             open_caches.append(cache)
 
         def work() -> int:
+            dropped = manager.movement.pages_dropped(0)
             assert open_caches[-1].resize(setting.prompt_tokens)
+            assert manager.movement.pages_dropped(0) == dropped + blocks
             return blocks
 
         def after() -> None:
             open_caches.pop().close()
-            serial[0] += 1
-            serve(manager, stream, tokens(setting.prompt_tokens, serial[0])).close()
+            fill()
 
+        while manager.movement.pages_dropped(0) == 0:
+            fill()
         return measure("page", setting.runs, work, before=before, after=after)
 
 
@@ -211,25 +213,27 @@ def decode(setting: Setting, *, window: bool, batched: bool) -> Timing:
 
 
 def swap(setting: Setting) -> Timing:
-    """Two requests that do not fit the GPU together take turns: one page goes to the host and one comes back, each time."""
-    blocks = setting.prompt_tokens // BLOCK
-    with make_manager(setting, blocks + blocks // 2, host_blocks=2 * blocks) as manager:
+    """Two requests that do not fit the GPU together take turns: pages go to the host, and others come back."""
+    with make_manager(setting, setting.prompt_tokens // BLOCK, host_blocks=1024) as manager:
         stream = setting.driver.create_stream()
-        caches: list[KVCache] = []
-        for _which in range(2):
-            cache = manager.create_kv_cache()
+        share = manager.get_quota(GPU_LEVEL) // SLOT * 3 // 4  # of the GPU's slots, for each of the two
+        caches = [manager.create_kv_cache() for _which in range(2)]
+        for cache in caches:
             assert cache.resume(stream)
-            assert cache.resize(setting.prompt_tokens)
+            assert cache.resize(share * BLOCK)
             cache.suspend()
-            caches.append(cache)
+
+        def moved() -> int:
+            return manager.movement.pages_moved(0, 1) + manager.movement.pages_moved(1, 0)
 
         def work() -> int:
+            start = moved()
             for cache in caches:
                 assert cache.resume(stream)
                 cache.suspend()
-            return 2 * blocks
+            return moved() - start
 
-        timing = measure("page", setting.runs, work)
+        timing = measure("page moved", setting.runs, work)
         for cache in caches:
             cache.close()
         return timing
