@@ -233,7 +233,7 @@ class HostArena(Arena):
             self._unregister_from(0)  # registered memory must not move
             moved = resize_range(old_base, old_bytes + PAGE_BYTES, wanted + PAGE_BYTES, may_move=True)
             if moved == 0:
-                self._register_up_to(old_bytes)
+                self._fall_back_to(old_bytes, old_bytes)
                 raise OutOfMemoryError(f"no room to grow host memory from {format_bytes(old_bytes)} to {format_bytes(wanted)}")
             self.base = moved
         try:

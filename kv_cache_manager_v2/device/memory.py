@@ -153,7 +153,7 @@ class AddressSpace:
             raise LogicError(f"release_reservation: {format_bytes(found.mapped)} still mapped in {self._name(found)}")
         del self._reservations[address]
         unmap_range(address, nbytes + PAGE_BYTES)
-        self._past.append((address, address + nbytes, f"freed reservation #{found.number}"))
+        self._past.append((address, address + nbytes, f"a freed reservation #{found.number}"))
 
     def create_chunk(self, nbytes: int) -> int:
         if nbytes <= 0 or nbytes % self.granularity:
@@ -234,7 +234,7 @@ class AddressSpace:
         del self.host_ranges[address]
         self.registered.remove(address, address + nbytes)
         self.usable.remove(address, address + nbytes)
-        self._past.append((address, address + nbytes, "unregistered host range"))
+        self._past.append((address, address + nbytes, "an unregistered host range"))
 
     # --- checks
 
@@ -286,7 +286,7 @@ class AddressSpace:
                 return f"{address:#x} belongs to host range {self.name_range(begin, nbytes)}"
         for begin, end, what in reversed(self._past):
             if begin <= address < end:
-                return f"{address:#x} belonged to a {what} [{begin:#x}, {end:#x})"
+                return f"{address:#x} belonged to {what} [{begin:#x}, {end:#x})"
         return f"{address:#x} belongs to nothing known"
 
     # --- the end

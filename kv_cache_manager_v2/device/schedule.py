@@ -60,8 +60,9 @@ class EmulatedTransfer(Transfer):
 
     def perform(self) -> str:
         call = "write_file" if self.writes else "read_file"
-        self.space.check_host(f"{call}, when it ran", self.address, self.nbytes)
         nbytes = self.nbytes
+        if nbytes > 0:
+            self.space.check_host(f"{call}, when it ran", self.address, nbytes)
         if self.broken or self.short:
             self.nbytes = nbytes // 2  # what a device does before it fails: some of the work
         error = super().perform()

@@ -27,7 +27,11 @@ class PooledTransfer(EmulatedTransfer):
     def perform(self) -> str:
         if not self.schedule.wait_released(self):
             return "dropped: the device was closed while it hung"
-        error = super().perform()
+        try:
+            error = super().perform()
+        except LogicError as misuse:
+            self.schedule.report(misuse)
+            return str(misuse)
         self.schedule.tally.add_transfer(self.nbytes)
         return error
 
@@ -106,10 +110,19 @@ class ThreadSchedule(Schedule):
             queue.finished += 1
             self._executing -= 1
             self._progress += 1
-            if failure is not None and self._failure is None:
-                self._failure = failure
-                self.busy = True
+            if failure is not None:
+                self._keep(failure)
             self._changed.notify_all()
+
+    def report(self, failure: Exception) -> None:
+        """Something went wrong that the next call to the driver shall raise."""
+        with self._changed:
+            self._keep(failure)
+
+    def _keep(self, failure: Exception) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self.busy = True
 
     def wait_released(self, transfer: EmulatedTransfer) -> bool:
         """Block while the transfer is told to hang; False if the device is closed before it is let go."""

@@ -1,0 +1,320 @@
+"""The staging ring: wrap, exact fit, oversize, hand-over in stream order, quarantine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_TIMED_OUT
+from kv_cache_manager_v2.device.staging import PIECE_ALIGNMENT, StagingPiece, StagingRing
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.errors import ConfigError, HostRegistrationError, LogicError
+from kv_cache_manager_v2.ids import NULL_POINT, Stream
+from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
+
+RING = 8 * SLOT_BYTES
+
+
+class Copier:
+    """Moves slots from disk to the device and back through a ring, in rounds, all of it queued without waiting."""
+
+    def __init__(self, r: Rig, ring_bytes: int = RING) -> None:
+        self.r = r
+        self.timeline = Timeline(r.driver)
+        self.ring = StagingRing(r.driver, self.timeline, ring_bytes)
+        self.in_flight: list[tuple[StagingPiece, list[int]]] = []
+
+    def take(self, stream: Stream, left: int, from_file: bool) -> StagingPiece:
+        piece = self.ring.acquire(stream, min(SLOT_BYTES, self.ring.largest), left, from_file)
+        assert piece is not None
+        return piece
+
+    def load(self, stream: Stream, disk_slots: list[int], device_slots: list[int]) -> None:
+        r = self.r
+        done = 0
+        while done < len(disk_slots):
+            piece = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, True)
+            count = piece.nbytes // SLOT_BYTES
+            gates = []
+            for i in range(count):
+                where = piece.address + i * SLOT_BYTES
+                gates.append(r.driver.read_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
+            for gate in gates:
+                r.driver.wait_gate(stream, gate)
+            for i in range(count):
+                r.driver.copy(stream, r.device.address(device_slots[done + i]), piece.address + i * SLOT_BYTES, SLOT_BYTES)
+            self.leave(stream, piece, gates)
+            done += count
+
+    def store(self, stream: Stream, device_slots: list[int], disk_slots: list[int]) -> None:
+        r = self.r
+        done = 0
+        while done < len(disk_slots):
+            piece = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, False)
+            count = piece.nbytes // SLOT_BYTES
+            gates = []
+            for i in range(count):
+                where = piece.address + i * SLOT_BYTES
+                r.driver.copy(stream, where, r.device.address(device_slots[done + i]), SLOT_BYTES)
+                gates.append(r.driver.write_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
+            for gate in gates:
+                r.driver.wait_gate(stream, gate)
+            self.leave(stream, piece, gates)
+            done += count
+
+    def leave(self, stream: Stream, piece: StagingPiece, gates: list[int]) -> None:
+        self.ring.release(piece, self.timeline.record(stream))
+        self.ring.check_invariants()
+        self.in_flight.append((piece, gates))
+
+    def finish(self) -> None:
+        self.r.driver.synchronize()
+        for piece, gates in self.in_flight:
+            for gate in gates:
+                assert self.r.driver.poll_gate(gate) == GATE_DONE
+                self.r.driver.release_gate(gate)
+            assert not piece.suspect()
+            self.ring.settle(piece)
+        self.ring.close()
+        self.timeline.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [1, 8, 9, 16])
+def test_batches_of_any_size_pass_through(schedule: str, count: int) -> None:
+    """Case 81: batches of one ring, a ring and a page, two rings: all bytes right, and no batch waits for itself."""
+    for seed in range(5):
+        with rig(schedule, seed) as r:
+            copier = Copier(r)
+            for slot in range(count):
+                r.file_fill(slot, 50 + slot)
+            copier.load(r.streams[0], list(range(count)), list(range(count)))
+            copier.store(r.streams[0], list(range(count)), list(reversed(range(count))))
+            copier.finish()
+            assert [r.value(r.device.address(slot)) for slot in range(count)] == [50 + slot for slot in range(count)]
+            assert [r.file_value(slot) for slot in range(count)] == [50 + slot for slot in reversed(range(count))]
+
+
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(0, 1000),
+    st.sampled_from([SLOT_BYTES, 3 * SLOT_BYTES, 3 * SLOT_BYTES + PIECE_ALIGNMENT]),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True)), max_size=8
+    ),
+)
+def test_small_batches_back_to_back(schedule: str, seed: int, ring_bytes: int, batches: list[tuple[int, bool, list[int]]]) -> None:
+    """Many batches on several streams, without the host ever waiting: the ring hands its bytes on in the right order.
+
+    Each stream has disk and device slots of its own, so that nothing but the ring orders the streams.
+    """
+    with rig(schedule, seed) as r:
+        copier = Copier(r, ring_bytes)
+        disk, device = list(range(16)), list(range(100, 116))
+        for slot in range(16):
+            r.file_fill(slot, slot)
+            r.fill(r.device.address(slot), 100 + slot)
+        for stream_number, loads, picks in batches:
+            slots = [5 * stream_number + pick for pick in picks]
+            if loads:
+                copier.load(r.streams[stream_number], slots, slots)
+                for slot in slots:
+                    device[slot] = disk[slot]
+            else:
+                copier.store(r.streams[stream_number], slots, slots)
+                for slot in slots:
+                    disk[slot] = device[slot]
+        copier.finish()
+        assert [r.file_value(slot) for slot in range(16)] == disk
+        assert [r.value(r.device.address(slot)) for slot in range(16)] == device
+
+
+def test_pieces_follow_one_another_and_wrap() -> None:
+    """A piece begins where the last one ended; a minimum that does not fit before the end starts at the beginning."""
+    with rig("eager") as r:
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 1024)
+        stream = r.streams[0]
+
+        def use(minimum: int, maximum: int) -> tuple[int, int]:
+            piece = ring.acquire(stream, minimum, maximum, False)
+            assert piece is not None
+            assert piece.address % PIECE_ALIGNMENT == 0
+            ring.release(piece, timeline.record(stream))
+            ring.settle(piece)
+            ring.check_invariants()
+            return piece.offset, piece.nbytes
+
+        assert use(100, 100) == (0, 100)
+        assert use(100, 300) == (256, 300)
+        assert use(10, 9999) == (768, 256)  # as much as there is before the end
+        assert use(512, 512) == (0, 512)
+        assert use(513, 600) == (0, 600)  # does not fit behind: wraps to the start
+        assert use(1024, 1024) == (0, 1024)  # the whole ring
+        assert use(1, 1) == (0, 1)
+        ring.close()
+        timeline.close()
+
+
+def test_what_is_lent_is_passed_over() -> None:
+    """Nobody is handed, or made to wait for, a piece whose end of use is unknown; with no room left the answer is None."""
+    with rig("eager") as r:
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 1024)
+        stream = r.streams[0]
+        first = ring.acquire(stream, 256, 256, False)
+        second = ring.acquire(stream, 512, 512, False)
+        assert first is not None
+        assert second is not None
+        assert ring.acquire(stream, 512, 512, False) is None
+        third = ring.acquire(stream, 1, 512, False)
+        assert third is not None
+        assert (third.offset, third.nbytes) == (768, 256)
+        assert ring.acquire(stream, 1, 1, False) is None
+        assert ring.lent == 3
+        ring.release(second, NULL_POINT)
+        again = ring.acquire(stream, 1, 1024, False)
+        assert again is not None
+        assert (again.offset, again.nbytes) == (256, 512)
+        with pytest.raises(LogicError, match="released already"):
+            ring.release(second, NULL_POINT)
+        with pytest.raises(LogicError, match="settled before it is released"):
+            ring.settle(again)
+        with pytest.raises(LogicError, match="3 pieces lent"):
+            ring.close()
+        for piece in (first, third, again):
+            ring.release(piece, NULL_POINT)
+        with pytest.raises(LogicError, match="larger than the staging ring of 1024: split"):
+            ring.acquire(stream, 1025, 2000, False)
+        with pytest.raises(LogicError, match="makes no sense"):
+            ring.acquire(stream, 2, 1, False)
+        with pytest.raises(ConfigError, match="multiple of 256"):
+            StagingRing(r.driver, timeline, 1000)
+        ring.close()
+        timeline.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_next_user_waits_for_the_last(schedule: str) -> None:
+    """Bytes are handed on in stream order: the next user's stream stands still until the last user's point is over."""
+    with rig(schedule) as r:
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 1024)
+        first = ring.acquire(r.streams[0], 600, 600, False)
+        assert first is not None
+        gate = r.driver.gate(r.streams[0])
+        ring.release(first, timeline.record(r.streams[0]))
+        free = ring.acquire(r.streams[1], 256, 256, False)
+        assert free is not None
+        assert free.offset == 768
+        r.finish(r.streams[1])
+        second = ring.acquire(r.streams[1], 256, 256, False)
+        assert second is not None
+        assert second.offset == 0
+        assert not r.is_over(r.streams[1])
+        gate.open()
+        r.finish(r.streams[1])
+        for piece in (free, second):
+            ring.release(piece, timeline.record(r.streams[1]))
+        ring.close()
+        timeline.close()
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random"])
+def test_a_timed_out_read_quarantines_its_piece_and_taints_those_behind(schedule: str) -> None:
+    """Until the read has really ended nobody gets its bytes; pieces handed on over it before that are suspect, others not."""
+    with rig(schedule, transfer_timeout=20) as r:
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 1024)
+        stream = r.streams[0]
+        held = r.driver.hang("read_file")
+        late = ring.acquire(stream, 512, 512, True)
+        assert late is not None
+        gate = r.driver.read_file(stream, r.disk.fd, 0, late.address, 512)
+        r.driver.wait_gate(stream, gate)
+        ring.release(late, timeline.record(stream))
+        beside = ring.acquire(stream, 512, 512, False)
+        over = ring.acquire(stream, 512, 512, False)
+        assert beside is not None
+        assert over is not None
+        ring.release(over, timeline.record(stream))
+        twice = ring.acquire(stream, 256, 256, False) if over.offset else None
+        over_again = twice or ring.acquire(stream, 256, 256, False)
+        assert over_again is not None
+        assert (beside.offset, over.offset, over_again.offset) == (512, 0, 0)
+        r.driver.synchronize()
+        assert r.driver.poll_gate(gate) == GATE_TIMED_OUT
+        ring.quarantine(late)
+        ring.quarantine(late)
+        assert (ring.quarantined, late.timed_out) == (1, True)
+        assert over.suspect()
+        assert over_again.suspect()
+        assert not beside.suspect()
+        for piece in (beside, over_again):
+            ring.release(piece, timeline.record(stream))
+        last = ring.acquire(stream, 512, 1024, True)
+        assert last is not None
+        assert (last.offset, last.nbytes) == (512, 512)
+        assert not last.suspect()
+        assert ring.acquire(stream, 1, 1, True) is None
+        with pytest.raises(LogicError, match="1 quarantined"):
+            ring.close()
+        held.open()
+        while r.driver.poll_gate(gate) != GATE_LATE:
+            pass
+        ring.settle(late)
+        assert ring.quarantined == 0
+        assert over.suspect()  # it stays so: the bytes are wrong whenever one looks
+        fresh = ring.acquire(stream, 512, 512, True)
+        assert fresh is not None
+        assert fresh.offset == 0
+        for piece in (last, fresh):
+            ring.release(piece, timeline.record(stream))
+            ring.settle(piece)
+        ring.check_invariants()
+        r.driver.release_gate(gate)
+        ring.close()
+        timeline.close()
+
+
+def test_a_timed_out_write_taints_nobody() -> None:
+    """A late write only reads the piece: it may spoil its own page on disk, never the next user's."""
+    with rig("eager") as r:
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 512)
+        first = ring.acquire(r.streams[0], 512, 512, False)
+        assert first is not None
+        ring.release(first, NULL_POINT)
+        second = ring.acquire(r.streams[0], 512, 512, False)
+        assert second is not None
+        ring.quarantine(first)
+        assert not second.suspect()
+        ring.release(second, NULL_POINT)
+        ring.settle(first)
+        ring.close()
+        timeline.close()
+
+
+def test_the_memory_is_taken_at_the_first_use() -> None:
+    """A ring that nobody uses costs nothing; a refused registration is an error of the first user and leaves the ring usable."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with rig("eager") as r:
+        before = r.driver.registered_bytes
+        timeline = Timeline(r.driver)
+        ring = StagingRing(r.driver, timeline, 8192)
+        assert r.driver.registered_bytes == before
+        r.driver.fail("host_register")
+        with pytest.raises(HostRegistrationError):
+            ring.acquire(r.streams[0], 1, 1, False)
+        assert ring.lent == 0
+        piece = ring.acquire(r.streams[0], 1, 1, False)
+        assert piece is not None
+        assert r.driver.registered_bytes == before + 8192
+        ring.release(piece, NULL_POINT)
+        ring.close()
+        assert r.driver.registered_bytes == before
+        timeline.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
