@@ -158,7 +158,7 @@ def best_leaf(
     found: Fan | None = None
     run = min(most, sequence.whole_tokens(first + shared) - beg)
     while run > best:
-        usable = _usable_run(node, run, snapshots)
+        usable = usable_run(node, run, snapshots)
         if usable > best:
             best = usable
             found = node
@@ -167,13 +167,20 @@ def best_leaf(
         depth -= 1
         branch = way[depth]
         at = first + branch.byte
-        node = branch.low if at < last and data[at] & branch.mask else branch.high  # the other side
+        node = branch.low if data[at] & branch.mask else branch.high  # the other side
         run = min(most, sequence.whole_tokens(at) - beg)
     if found is None:
         return None, 0
     while isinstance(found, Branch):
-        found = found.low if _usable_run(found.low, best, snapshots) == best else found.high
+        found = found.low if usable_run(found.low, best, snapshots) == best else found.high
     return found, best
+
+
+def usable_run(node: Fan, run: int, snapshots: bool) -> int:
+    """The longest run of at most `run` tokens that some leaf below offers, 0 or less if none does."""
+    if not snapshots:
+        return min(node.reach, run)
+    return (node.ends & ((2 << run) - 1)).bit_length() - 1
 
 
 def check(fan: Fan) -> None:
@@ -196,13 +203,6 @@ def check(fan: Fan) -> None:
         assert not node.summarise(), "a branch's summary is out of date"
         stack.append(node.low)
         stack.append(node.high)
-
-
-def _usable_run(node: Fan, run: int, snapshots: bool) -> int:
-    """The longest run of at most `run` tokens that some leaf below offers, 0 or less if none does."""
-    if not snapshots:
-        return min(node.reach, run)
-    return (node.ends & ((2 << run) - 1)).bit_length() - 1
 
 
 def _way_to(fan: Fan, leaf: Leaf) -> list[Branch]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Final, cast
 
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from kv_cache_manager_v2.reuse.fan import Branch, best_leaf, common_bytes, nearest
+from kv_cache_manager_v2.reuse.fan import Branch, best_leaf, common_bytes, nearest, usable_run
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, check_range
 from kv_cache_manager_v2.reuse.tree import Block, RadixTree
@@ -238,18 +238,18 @@ class _Search:
         """The longest run between the two for which a block has the pages; that block becomes `found`."""
         path = self.path
         tokens = self.tokens
-        if tokens is None:
+        parent = path[ordinal - 1] if ordinal > 0 else self.root
+        children = parent.children
+        if tokens is None or (ordinal < len(path) and not isinstance(children, Branch)):
             block = path[ordinal] if ordinal < len(path) else self.partial_end
             if block is None:
                 return 0
-            run = _own_run(block, most, snapshots)
+            run = usable_run(block, most, snapshots)
             if run < least:
                 return 0
             self.found = block
             return run
-        parent = path[ordinal - 1] if ordinal > 0 else self.root
-        children = parent.children
-        if children is None:
+        if children is None or usable_run(children, most, snapshots) < least:
             return 0
         size = self.tree.tokens_per_block
         end = min((ordinal + 1) * size, tokens.num_tokens)
@@ -258,10 +258,3 @@ class _Search:
             return 0
         self.found = cast(Block, leaf)
         return run
-
-
-def _own_run(block: Block, most: int, snapshots: bool) -> int:
-    """The longest run of at most `most` tokens that this very block offers."""
-    if not snapshots:
-        return min(block.reach, most)
-    return (block.ends & ((2 << most) - 1)).bit_length() - 1

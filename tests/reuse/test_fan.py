@@ -98,14 +98,17 @@ def test_the_best_leaf_is_best(data: st.DataObject, children: list[list[Token]],
         assert offers[tuple(unpack(leaf.tokens))] == run
 
 
-@given(st.lists(runs, min_size=1, max_size=20), st.randoms(use_true_random=False))
-def test_children_come_and_go_in_any_order(children: list[list[Token]], random: st.DataObject) -> None:
-    """After every removal the others are there still, and the last one leaves nothing."""
-    cache = Cache(6, FULL)
+@given(st.data(), st.lists(runs, min_size=1, max_size=20))
+def test_children_come_and_go_in_any_order(data: st.DataObject, children: list[list[Token]]) -> None:
+    """After every removal the others are there still, what the branches know of them is right, and the last one leaves nothing."""
+    cache = Cache(6, FULL, SSM)
     stored = list(fill(cache, children).values())
-    random.shuffle(stored)  # type: ignore[attr-defined]  # hypothesis calls a Random by this name
+    for block in stored:
+        for life_cycle in (0, 1):
+            cache.give(block, life_cycle, data.draw(st.integers(1, block.num_tokens), label="coverage"))
+    cache.tree.check_invariants()
     while stored:
-        block = stored.pop()
+        block = stored.pop(data.draw(st.integers(0, len(stored) - 1), label="which"))
         cache.tree.remove(block)
         cache.tree.check_invariants()
         root = cache.tree.find_root(EMPTY_SCOPE)

@@ -22,6 +22,7 @@ KINDS = [
     (FULL, window(2), window(5)),
     (window(3, 2), window(7)),
     (FULL, SSM),
+    (SSM, FULL, SSM),
     (SSM, window(3, 1)),
     (FULL, window(4), SSM),
 ]

@@ -424,6 +424,7 @@ class TestUnsettled:
         """The block that continues it starts without them."""
         cache = Cache(4, FULL)
         [old] = cache.store(toks(0, 2))
+        cache.store([0, 7])
         cache.tree.hide(old)
         new, how = insert(cache, cache.tree.root(EMPTY_SCOPE), toks(0, 4))
         assert how == BLOCK_NEW
