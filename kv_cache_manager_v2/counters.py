@@ -1,21 +1,155 @@
-"""Records to which every room may add: counts of what moved and what was dropped.
+"""Records of what was counted: the deltas that an engine reads, and the tables to which rooms add.
 
 Rule: adding is a few integer additions where the change happens. Nothing here reads a clock or knows who asks; readers take
-differences.
+differences. Blocks are counted per attention life cycle and beam: one block of a model with two life cycles counts twice.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+from mypy_extensions import mypyc_attr
+
+_Delta = TypeVar("_Delta", bound="StatsDelta")
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class StatsDelta:
+    """Integer fields that add up; the base of the deltas below."""
+
+    def add(self: _Delta, other: _Delta) -> None:
+        """Add another delta to this one, field by field."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def subtract(self: _Delta, other: _Delta) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) - getattr(other, item.name))
+
+    def clear(self) -> None:
+        """All fields to 0."""
+        for item in fields(self):
+            setattr(self, item.name, 0)
+
+    def copy(self: _Delta) -> _Delta:
+        return replace(self)
+
+    def empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(getattr(self, item.name) for item in fields(self))
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class KVCacheStatsDelta(StatsDelta):
+    """Blocks of attention layers that requests took and found."""
+
+    alloc_total_blocks: int = 0  # slots taken: growth, private copies of partly matched blocks, loads from colder tiers
+    alloc_new_blocks: int = 0  # equal to alloc_total_blocks: every slot taken is new to its request
+    reused_blocks: int = 0  # blocks that a match saved, stale ones left out
+    missed_blocks: int = 0  # blocks of prompts that had to be computed
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class KVCacheIterationStatsDelta(StatsDelta):
+    """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group."""
+
+    iter_alloc_total_blocks: int = 0
+    iter_alloc_new_blocks: int = 0
+    iter_reused_blocks: int = 0
+    iter_missed_blocks: int = 0
+    iter_full_reused_blocks: int = 0
+    iter_partial_reused_blocks: int = 0
+    iter_gen_alloc_blocks: int = 0  # blocks taken while generating: they cannot be missed
+    iter_onboard_blocks: int = 0  # moved from a colder tier to the GPU
+    iter_onboard_bytes: int = 0
+    iter_offload_blocks: int = 0  # moved from the GPU to a colder tier
+    iter_offload_bytes: int = 0
+    iter_intra_device_copy_blocks: int = 0  # copied on the GPU: partly matched blocks, snapshots, beams
+    iter_intra_device_copy_bytes: int = 0
+    iter_host_dropped_blocks: int = 0  # dropped from host memory before they were loaded again
+    iter_host_dropped_bytes: int = 0
+    iter_gpu_dropped_blocks: int = 0  # dropped from the GPU, where no tier is below it or the block was worth nothing
+    iter_disk_dropped_blocks: int = 0
+    iter_lost_blocks: int = 0  # bytes destroyed by a failed transfer
+
+    @property
+    def iter_cache_hit_rate(self) -> float:
+        """Reused blocks of those looked up; 0 if none was."""
+        looked_up = self.iter_reused_blocks + self.iter_missed_blocks
+        return self.iter_reused_blocks / looked_up if looked_up else 0.0
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class SsmSnapshotIterationStatsDelta(StatsDelta):
+    """Look-ups of snapshots of recurrent state: one for each request created with tokens."""
+
+    snapshot_lookups: int = 0
+    snapshot_hits: int = 0
+    snapshot_misses: int = 0
+    reused_tokens: int = 0
+    unreused_tokens: int = 0
+    aligned_snapshot_hits: int = 0  # at a block boundary
+    unaligned_snapshot_hits: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.snapshot_hits / self.snapshot_lookups if self.snapshot_lookups else 0.0
+
+
+@mypyc_attr(native_class=False)
+@dataclass
+class ReusedBlocksByLevel:
+    """Reused blocks by the cache level on which they were found; lists by level."""
+
+    full: list[int] = field(default_factory=list)
+    partial: list[int] = field(default_factory=list)
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class PoolGroupPeakBlockStats:
+    """Largest values that a pool group saw on a level between two readings, each field for itself."""
+
+    available: int = 0  # free + evictable
+    unavailable: int = 0
+    evictable: int = 0
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class StorageStatistics:
+    """A pool group on a level, now; counts in slots."""
+
+    slot_sizes: tuple[int, ...]  # bytes, by pool
+    total: int
+    free: int
+    evictable: int
+
+    @property
+    def available(self) -> int:
+        """Slots that could be had: free + evictable."""
+        return self.free + self.evictable
+
+    @property
+    def unavailable(self) -> int:
+        return self.total - self.available
 
 
 class MovementCounters:
     """Pages moved between levels and dropped, per life cycle; monotone since construction.
 
     moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
-    Bytes follow from the slot size of the life cycle's pool group.
     """
 
     def __init__(self, num_life_cycles: int, num_levels: int) -> None:
-        self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
+        self.moved: list[list[list[int]]] = [
+            [[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)
+        ]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.lost: list[int] = [0] * num_life_cycles  # pages whose bytes a failed transfer destroyed
 

@@ -1,0 +1,308 @@
+"""Statistics: what requests took and found, and what moved.
+
+Rule: a request's own counts are *pending* until the engine commits them, so that work that is undone in the same step was never
+counted; movement belongs to the manager and is read as the difference of monotone tables. What is off costs nothing.
+
+Blocks taken by growth since the last commit form a suffix of a lane: shrinking takes back exactly those that it removes from it. A
+block is a generation block if the history had reached the expected prompt length when it was taken, else it is a missed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_cache_manager_v2.counters import (
+    KVCacheIterationStatsDelta,
+    KVCacheStatsDelta,
+    MovementCounters,
+    PoolGroupPeakBlockStats,
+    ReusedBlocksByLevel,
+    SsmSnapshotIterationStatsDelta,
+)
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layout.pools import StorageLayout
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+
+
+class PendingStats:
+    """One request's counts since it last committed them; lists by life cycle."""
+
+    def __init__(self, num_life_cycles: int, num_levels: int, expected_prompt_length: int | None) -> None:
+        self.expected_prompt_length = expected_prompt_length  # tokens; None: the request never counts as generating
+        self.generating = False  # once reached, for good
+        self.allocated: list[int] = [0] * num_life_cycles  # by growth
+        self.generated: list[int] = [0] * num_life_cycles  # those of `allocated` taken while generating
+        self.first_pending = 0  # blocks before this ordinal were committed, or reused
+        self.first_generated = 1 << 60  # pending blocks from here on are generation blocks
+        self.copied: list[int] = [0] * num_life_cycles  # private copies of partly matched blocks
+        self.copies_missed: list[int] = [0] * num_life_cycles  # those whose source had left the tree
+        self.full_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]  # [life cycle][level]
+        self.partial_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
+        self.reused_tokens_by_level: list[int] = [0] * num_levels
+        self.snapshots = SsmSnapshotIterationStatsDelta()
+        self.dirty = False  # whether anything was counted
+
+    def before_growth(self, history: int, first_new: int) -> None:
+        """Blocks from ordinal `first_new` on are about to be taken, at this history."""
+        expected = self.expected_prompt_length
+        if not self.generating and expected is not None and history >= expected:
+            self.generating = True
+        if self.generating:
+            self.first_generated = min(self.first_generated, first_new)
+        elif first_new < self.first_generated:
+            self.first_generated = 1 << 60
+
+    def grown(self, life_cycle: int, count: int) -> None:
+        """So many pages were taken."""
+        self.allocated[life_cycle] += count
+        if self.generating:
+            self.generated[life_cycle] += count
+        if count:
+            self.dirty = True
+
+    def taken_back(self, life_cycle: int, ordinal: int) -> None:
+        """The page of a block was given up by shrinking: if it was pending, it was never taken."""
+        if ordinal < self.first_pending:
+            return
+        self.allocated[life_cycle] -= 1
+        if ordinal >= self.first_generated:
+            self.generated[life_cycle] -= 1
+
+    def request_delta(self, attention: Sequence[int]) -> KVCacheStatsDelta:
+        """The counts of the attention life cycles, as one delta."""
+        delta = KVCacheStatsDelta()
+        for index in attention:
+            taken = self.allocated[index] + self.copied[index]
+            delta.alloc_total_blocks += taken
+            delta.alloc_new_blocks += taken
+            delta.reused_blocks += sum(self.full_reused[index]) + sum(self.partial_reused[index])
+            delta.missed_blocks += self.allocated[index] - self.generated[index] + self.copies_missed[index]
+        return delta
+
+    def clear(self, num_blocks: int) -> None:
+        """All counted, or thrown away; `num_blocks`: the request's blocks now."""
+        fresh = PendingStats(len(self.allocated), len(self.reused_tokens_by_level), self.expected_prompt_length)
+        self.allocated = fresh.allocated
+        self.generated = fresh.generated
+        self.copied = fresh.copied
+        self.copies_missed = fresh.copies_missed
+        self.full_reused = fresh.full_reused
+        self.partial_reused = fresh.partial_reused
+        self.reused_tokens_by_level = fresh.reused_tokens_by_level
+        self.snapshots = fresh.snapshots
+        self.first_pending = num_blocks
+        self.first_generated = fresh.first_generated
+        self.dirty = False
+
+
+class Ledger:
+    """The manager's books: totals since construction, and what happened since each was last read."""
+
+    def __init__(
+        self, enabled: bool, layout: StorageLayout, attention: list[int], hierarchy: Hierarchy, movement: MovementCounters
+    ) -> None:
+        self.enabled = enabled
+        self._layout = layout
+        self._attention = attention
+        self._hierarchy = hierarchy
+        self._movement = movement
+        self._num_levels = hierarchy.num_levels
+        self._committed = KVCacheStatsDelta()
+        self._iteration: dict[int, KVCacheIterationStatsDelta] = {}
+        self._snapshots: dict[int, SsmSnapshotIterationStatsDelta] = {}
+        self._by_level: dict[int, ReusedBlocksByLevel] = {}
+        self._tokens_by_level = [0] * self._num_levels
+        self._onboarded_committed = [0] * len(attention)  # onboarded pages that `committed` has counted, by attention position
+        self._read = _Reading(movement)  # movement at the last reading of the iteration
+        self._peaks = _Peaks(hierarchy)
+        self.suspended = 0
+        self.resumed = 0
+        self.disk_prefetched = 0  # blocks that prefetch moved from disk to host memory
+        self.dirty: set[int] = set()  # ids of requests with pending counts
+        self.excluded: set[int] = set()  # ids of dummies, which count nowhere
+
+    # --- what happens
+
+    def note_peaks(self) -> None:
+        """After every public call that may have changed what is free: O(levels x pool groups)."""
+        self._peaks.note()
+
+    def commit(self, pending: PendingStats, ssm: int | None) -> None:
+        """Add a request's pending counts to the books."""
+        self._committed.add(pending.request_delta(self._attention))
+        for index in self._attention:
+            delta = self._iteration_of(index)
+            taken = pending.allocated[index] + pending.copied[index]
+            delta.iter_alloc_total_blocks += taken
+            delta.iter_alloc_new_blocks += taken
+            delta.iter_gen_alloc_blocks += pending.generated[index]
+            delta.iter_missed_blocks += pending.allocated[index] - pending.generated[index] + pending.copies_missed[index]
+            full, partial = sum(pending.full_reused[index]), sum(pending.partial_reused[index])
+            delta.iter_full_reused_blocks += full
+            delta.iter_partial_reused_blocks += partial
+            delta.iter_reused_blocks += full + partial
+            if full or partial:
+                self._add_by_level(index, pending)
+        for level in range(self._num_levels):
+            self._tokens_by_level[level] += pending.reused_tokens_by_level[level]
+        if ssm is not None and not pending.snapshots.empty():
+            self._snapshots.setdefault(ssm, SsmSnapshotIterationStatsDelta()).add(pending.snapshots)
+
+    def _add_by_level(self, index: int, pending: PendingStats) -> None:
+        if index not in self._by_level:
+            self._by_level[index] = ReusedBlocksByLevel([0] * self._num_levels, [0] * self._num_levels)
+        table = self._by_level[index]
+        for level in range(self._num_levels):
+            table.full[level] += pending.full_reused[index][level]
+            table.partial[level] += pending.partial_reused[index][level]
+
+    def _iteration_of(self, index: int) -> KVCacheIterationStatsDelta:
+        if index not in self._iteration:
+            self._iteration[index] = KVCacheIterationStatsDelta()
+        return self._iteration[index]
+
+    # --- what is read
+
+    def committed(self) -> KVCacheStatsDelta:
+        """Totals since construction: attention only, never falling."""
+        total = self._committed.copy()
+        if self.enabled:
+            for index in self._attention:
+                onboarded = _onboarded(self._movement, index)
+                total.alloc_total_blocks += onboarded
+                total.alloc_new_blocks += onboarded
+        return total
+
+    def take_iteration(self) -> dict[int, KVCacheIterationStatsDelta]:
+        """Per life cycle, what happened since the last call; only those to which something did."""
+        if not self.enabled:
+            return {}
+        for index in range(len(self._movement.moved)):
+            self._add_movement(index)
+        self._read = _Reading(self._movement)
+        taken = {index: delta for index, delta in sorted(self._iteration.items()) if not delta.empty()}
+        self._iteration = {}
+        return taken
+
+    def _add_movement(self, index: int) -> None:
+        """Fold what moved since the last reading into the life cycle's delta."""
+        moved, dropped, lost = self._read.since(self._movement, index)
+        onboarded = sum([moved[level][0] for level in range(1, self._num_levels)])
+        offloaded = sum([moved[0][level] for level in range(1, self._num_levels)])
+        copied = moved[0][0]
+        if not (onboarded or offloaded or copied or lost or any(dropped)):
+            return
+        slot_bytes = self._layout.slot_bytes(self._layout.pool_group_of[index])
+        delta = self._iteration_of(index)
+        delta.iter_alloc_total_blocks += onboarded
+        delta.iter_alloc_new_blocks += onboarded
+        delta.iter_onboard_blocks += onboarded
+        delta.iter_onboard_bytes += onboarded * slot_bytes
+        delta.iter_offload_blocks += offloaded
+        delta.iter_offload_bytes += offloaded * slot_bytes
+        delta.iter_intra_device_copy_blocks += copied
+        delta.iter_intra_device_copy_bytes += copied * slot_bytes
+        delta.iter_lost_blocks += lost
+        for level in range(self._num_levels):
+            tier = self._hierarchy.sizings[level].tier
+            if tier == CacheTier.HOST_MEM:
+                delta.iter_host_dropped_blocks += dropped[level]
+                delta.iter_host_dropped_bytes += dropped[level] * slot_bytes
+            elif tier == CacheTier.DISK:
+                delta.iter_disk_dropped_blocks += dropped[level]
+            else:
+                delta.iter_gpu_dropped_blocks += dropped[level]
+
+    def take_snapshots(self) -> dict[int, SsmSnapshotIterationStatsDelta]:
+        taken = self._snapshots
+        self._snapshots = {}
+        return taken
+
+    def take_by_level(self) -> dict[int, ReusedBlocksByLevel]:
+        taken = self._by_level
+        self._by_level = {}
+        return taken
+
+    def take_tokens_by_level(self) -> list[int]:
+        taken = self._tokens_by_level
+        self._tokens_by_level = [0] * self._num_levels
+        return taken
+
+    def take_disk_prefetched(self) -> int:
+        taken = self.disk_prefetched
+        self.disk_prefetched = 0
+        return taken
+
+    def take_suspend_resume(self) -> tuple[int, int]:
+        taken = (self.suspended, self.resumed)
+        self.suspended = 0
+        self.resumed = 0
+        return taken
+
+    def take_peaks(self, level: int) -> list[PoolGroupPeakBlockStats]:
+        """By pool group; the next peaks start from the values of now."""
+        return self._peaks.take(level)
+
+
+def _onboarded(movement: MovementCounters, index: int) -> int:
+    return sum([row[0] for row in movement.moved[index][1:]])
+
+
+class _Reading:
+    """The movement tables as they were at some moment."""
+
+    def __init__(self, movement: MovementCounters) -> None:
+        self._moved = [[list(row) for row in table] for table in movement.moved]
+        self._dropped = [list(row) for row in movement.dropped]
+        self._lost = list(movement.lost)
+
+    def since(self, movement: MovementCounters, index: int) -> tuple[list[list[int]], list[int], int]:
+        """What one life cycle moved, dropped and lost since."""
+        levels = range(len(self._dropped[index]))
+        now = movement.moved[index]
+        then = self._moved[index]
+        moved = [[now[source][level] - then[source][level] for level in levels] for source in levels]
+        dropped = [movement.dropped[index][level] - self._dropped[index][level] for level in levels]
+        return moved, dropped, movement.lost[index] - self._lost[index]
+
+
+class _Peaks:
+    """Largest counts per level and pool group; lists are flat: level * groups + group."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        cells = hierarchy.num_levels * hierarchy.num_groups
+        self._available = [0] * cells
+        self._unavailable = [0] * cells
+        self._evictable = [0] * cells
+        for level in range(hierarchy.num_levels):
+            self.take(level)
+
+    def note(self) -> None:
+        hierarchy = self._hierarchy
+        cell = 0
+        for level in range(hierarchy.num_levels):
+            for group in range(hierarchy.num_groups):
+                evictable = hierarchy.evictable(level, group)
+                available = hierarchy.free(level, group) + evictable
+                unavailable = hierarchy.total(level, group) - available
+                if available > self._available[cell]:
+                    self._available[cell] = available
+                if unavailable > self._unavailable[cell]:
+                    self._unavailable[cell] = unavailable
+                if evictable > self._evictable[cell]:
+                    self._evictable[cell] = evictable
+                cell += 1
+
+    def take(self, level: int) -> list[PoolGroupPeakBlockStats]:
+        hierarchy = self._hierarchy
+        self.note()
+        peaks: list[PoolGroupPeakBlockStats] = []
+        for group in range(hierarchy.num_groups):
+            cell = level * hierarchy.num_groups + group
+            peaks.append(PoolGroupPeakBlockStats(self._available[cell], self._unavailable[cell], self._evictable[cell]))
+            evictable = hierarchy.evictable(level, group)
+            self._evictable[cell] = evictable
+            self._available[cell] = hierarchy.free(level, group) + evictable
+            self._unavailable[cell] = hierarchy.unavailable(level, group)
+        return peaks
