@@ -147,9 +147,7 @@ class MovementCounters:
     """
 
     def __init__(self, num_life_cycles: int, num_levels: int) -> None:
-        self.moved: list[list[list[int]]] = [
-            [[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)
-        ]
+        self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.lost: list[int] = [0] * num_life_cycles  # pages whose bytes a failed transfer destroyed
 

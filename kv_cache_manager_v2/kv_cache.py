@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
+from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, CacheLevel, LayerGroupId, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.sequence import batch, beams, committing, forking, growth, planned_drops, residency, scratch
+from kv_cache_manager_v2.sequence import batch, beams, committing, forking, growth, planned_drops, residency, scratch, upkeep
 from kv_cache_manager_v2.sequence.indices import IndexRow
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Lane, SequenceState
-from kv_cache_manager_v2.sequence.upkeep import audit, tidy
+from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 from kv_cache_manager_v2.storage.planning import Shortage
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class KVCache:
             tidy(self._shared)
             self._require_open("beam_width")
             beams.set_width(self._state, width)
-            audit(self._shared)
+            conclude(self._shared)
 
     @property
     def num_committed_tokens(self) -> int:
@@ -191,7 +192,7 @@ class KVCache:
             tidy(self._shared)
             self._require_open("stop_committing()")
             committing.stop_committing(self._state, False)
-            audit(self._shared)
+            conclude(self._shared)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
         """For multi-turn chat: a handle on the window pages and the SSM snapshot that only a request starting at exactly the
@@ -250,7 +251,7 @@ class KVCache:
                     state.stream_set = True
                 else:
                     state.stream = before
-            audit(self._shared)
+            conclude(self._shared)
         return done
 
     def suspend(self) -> None:
@@ -261,7 +262,7 @@ class KVCache:
             tidy(self._shared)
             state.require(ACTIVE, "suspend()")
             residency.suspend(state)
-            audit(self._shared)
+            conclude(self._shared)
 
     def prefetch(self, level: CacheLevel) -> bool:
         """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
@@ -271,7 +272,7 @@ class KVCache:
             tidy(self._shared)
             state.require(SUSPENDED, "prefetch()")
             done = residency.prefetch(state, level)
-            audit(self._shared)
+            conclude(self._shared)
         return done
 
     def close(self) -> None:
@@ -281,7 +282,7 @@ class KVCache:
         with self._shared.lock:
             residency.close(self._state)
             tidy(self._shared)
-            audit(self._shared)
+            conclude(self._shared)
 
     def fork(self, id: int | None = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
@@ -296,8 +297,23 @@ class KVCache:
             self._state.require(self._state.status, "fork()")
             twin = forking.fork(self._state, id)
             self._shared.enter(twin)
-            audit(self._shared)
+            conclude(self._shared)
         return KVCache(self._manager, twin)
+
+    # --- statistics
+
+    def commit_pending_stats(self) -> KVCacheStatsDelta:
+        """Add what this request took and found since the last call to the manager's statistics, and return it.
+
+        Zero for dummies, and while nobody counts: `enable_stats` of the manager and `enable_request_stats` of the cache are off.
+        """
+        with self._shared.lock:
+            return upkeep.commit_stats(self._state)
+
+    def discard_pending_stats(self) -> None:
+        """Forget what was counted since the last commit."""
+        with self._shared.lock:
+            upkeep.discard_stats(self._state)
 
     # --- page indices
 

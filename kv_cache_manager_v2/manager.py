@@ -10,44 +10,42 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
-from kv_cache_manager_v2.counters import MovementCounters
+from kv_cache_manager_v2.config import KVCacheManagerConfig
+from kv_cache_manager_v2.counters import (
+    MovementCounters,
+)
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import (
-    GPU_LEVEL,
     UNSIGNED_64_LIMIT,
     CacheLevel,
-    DataRole,
-    LayerGroupId,
-    LayerId,
-    PageIndexMode,
 )
 from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
-from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
-from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc, build_layout
-from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len, size_levels
+from kv_cache_manager_v2.layout.pools import build_layout
+from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.listener import CacheListener
+from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence import residency
 from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
-from kv_cache_manager_v2.sequence.upkeep import audit, check_everything, tidy
+from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
+from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult, resize_levels, resize_quota
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 
 
-class KVCacheManager:
+class KVCacheManager(ManagerViews):
     """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
 
     `driver` is the device; by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Raises ConfigError for a
@@ -58,34 +56,39 @@ class KVCacheManager:
     def __init__(
         self,
         config: KVCacheManagerConfig,
+        event_manager: CacheListener | None = None,
+        cold_page_codec: object = None,
         *,
         driver: Driver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._down = True  # until all of it stands, a finaliser has nothing to do
-        self._config = config.copy()
-        layout = build_layout(self._config)
-        sizings = size_levels(layout, self._config)
-        self._driver = driver if driver is not None else default_driver()
+        if cold_page_codec is not None:
+            raise ConfigError("cold_page_codec: pages are stored as they are; codecs are not supported")
+        config = config.copy()
+        layout = build_layout(config)
+        sizings = size_levels(layout, config)
         self._owns_driver = driver is None
-        self._timeline = Timeline(self._driver)
-        self._movement = MovementCounters(len(layout.life_cycles), len(sizings))
-        self._hierarchy = Hierarchy(self._driver, self._timeline, layout, sizings, self._config.cache_tiers, self._movement)
-        self._keys = make_block_keys(self._config.block_key_hash)
-        self._tree = RadixTree(layout.life_cycles, layout.tokens_per_block, self._hierarchy, None, self._keys)
-        self._tuner = Tuner(layout, self._config, sizings, clock)
-        self._shared = Shared(
-            layout,
-            self._driver,
-            self._timeline,
-            self._hierarchy,
-            self._tree,
-            self._tuner,
-            self._config.max_util_for_resume,
-            self._config.enable_partial_reuse,
-            self._config.reuse_match_backoff,
-            self._config.commit_min_snapshot,
-            any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES),
+        device = driver if driver is not None else default_driver()
+        timeline = Timeline(device)
+        try:
+            counters = MovementCounters(len(layout.life_cycles), len(sizings))
+            hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters)
+        except BaseException:
+            timeline.close()
+            if self._owns_driver:
+                device.close()
+            raise
+        self._event_manager = event_manager
+        self._timeline = timeline
+        self._tree = RadixTree(
+            layout.life_cycles, layout.tokens_per_block, hierarchy, event_manager, make_block_keys(config.block_key_hash)
+        )
+        self._tuner = Tuner(layout, config, sizings, clock)
+        debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
+        ledger = Ledger(config.enable_stats, layout, hierarchy)
+        super().__init__(
+            config, device, hierarchy, Shared(config, layout, device, timeline, hierarchy, self._tree, self._tuner, ledger, debug)
         )
         self._down = False
 
@@ -118,21 +121,25 @@ class KVCacheManager:
         evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for bad tokens, an id or a scope out of
         range.
         """
-        del expected_prompt_length, enable_request_stats
         if id is not None and not 0 <= id < UNSIGNED_64_LIMIT:
             raise ConfigError(f"id {id} is out of range: it must be in 0..2**64-1, or None")
         plain = self._text_only(text_only)
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
         tokens = pack(input_tokens, plain) if input_tokens is not None else None
         shared = self._shared
+        layout = shared.layout
         with shared.lock:
             self._require_up("create_kv_cache()")
             tidy(self._shared)
             state = SequenceState(shared, scope, id, custom_priority_callback)
+            if self._config.enable_stats or enable_request_stats:
+                if expected_prompt_length is None and tokens is not None:
+                    expected_prompt_length = tokens.num_tokens
+                state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected_prompt_length)
             if tokens is not None:
                 residency.take_up(state, self._match(scope, tokens), tokens)
             shared.enter(state)
-            audit(self._shared)
+            conclude(self._shared)
         return KVCache(self, state)
 
     def probe_reuse(self, reuse_scope: ReuseScope | None, tokens: object) -> int:
@@ -171,7 +178,7 @@ class KVCacheManager:
             tidy(self._shared)
             self._require_none_open("clear_reusable_blocks()")
             self._tree.clear()
-            audit(self._shared)
+            conclude(self._shared)
 
     def shutdown(self) -> None:
         """Give all memory back. Raises LogicError, nothing changed, while a cache is open. Idempotent."""
@@ -183,22 +190,6 @@ class KVCacheManager:
             self._tear_down()
 
     # --- memory
-
-    @property
-    def cache_tier_list(self) -> list[CacheTierConfig]:
-        """The tiers, warm to cold; position = cache level."""
-        return list(self._config.cache_tiers)
-
-    def get_quota(self, cache_level: CacheLevel) -> int:
-        """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
-        return self._hierarchy.sizings[self._level(cache_level)].quota
-
-    def clamp_max_seq_len_for_mem(self, batch_size: int, token_num_upper_bound: int) -> int:
-        """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
-        not fit."""
-        return clamp_max_seq_len(
-            self._shared.layout, self._gpu_slots(), batch_size, token_num_upper_bound, self._config.max_util_for_resume
-        )
 
     def resize(self, cache_level: CacheLevel, quota: int, best_efforts: bool = False) -> ResizeResult:
         """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
@@ -217,7 +208,7 @@ class KVCacheManager:
             result = resize_quota(self._hierarchy, level, quota, weights, best_efforts)
             if result.ok and self._hierarchy.sizings[level] is not current:
                 self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
-            audit(self._shared)
+            conclude(self._shared)
         return result
 
     @property
@@ -248,127 +239,13 @@ class KVCacheManager:
                 for level in levels:
                     self._tuner.set_sizing(level, self._hierarchy.sizings[level])
             self._tuner.adjusted()
-            audit(self._shared)
+            conclude(self._shared)
         return result
 
     @property
-    def tuner(self) -> Tuner:
-        """What was sampled, and the shares that it leads to."""
-        return self._tuner
-
-    @property
-    def movement(self) -> MovementCounters:
-        """Pages moved and dropped since construction."""
-        return self._movement
-
-    # --- layout
-
-    @property
-    def layer_ids(self) -> list[LayerId]:
-        return list(self._shared.layout.layer_ids)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._shared.layout.layer_ids)
-
-    @property
-    def all_buffer_ids(self) -> list[BufferId]:
-        return list(self._shared.layout.all_buffer_ids)
-
-    @property
-    def layer_grouping(self) -> list[list[LayerId]]:
-        """Layers by layer group."""
-        return [list(layers) for layers in self._shared.layout.layers_of]
-
-    def get_layer_group_id(self, layer_id: LayerId) -> LayerGroupId:
-        """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
-        layer."""
-        return LayerGroupId(self._shared.layout.life_cycle_of_layer(layer_id))
-
-    @property
-    def pool_group_descs(self) -> list[PoolGroupDesc]:
-        """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
-        return pool_group_descs(self._shared.layout, self._gpu_slots(), self._gpu_addresses())
-
-    def get_mem_pool_base_address(self, layer_id: LayerId, data_role: DataRole, index_mode: PageIndexMode | None = None) -> int:
-        """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
-        layout = self._shared.layout
-        place = layout.place(layer_id, data_role)
-        pool_base = self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool)
-        return buffer_base(place, pool_base, resolve_mode(layout, index_mode))
-
-    def get_page_stride(self, layer_id: LayerId, data_role: DataRole) -> int:
-        """Bytes from one page index of a buffer to the next: the configured buffer size."""
-        return self._shared.layout.place(layer_id, data_role).stride
-
-    def get_page_index_upper_bound(self, layer_id: LayerId, data_role: DataRole) -> int:
-        """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
-        resize."""
-        place = self._shared.layout.place(layer_id, data_role)
-        return page_index_upper_bound(self._shared.layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
-
-    def get_page_index_scale(self, layer_id: LayerId, data_role: DataRole) -> int:
-        """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
-        return self._shared.layout.place(layer_id, data_role).scale
-
-    def get_page_index_converter(self, layer_id: LayerId, data_role: DataRole) -> PageIndexConverter:
-        """What turns base page indices into this buffer's page indices."""
-        return PageIndexConverter(self._shared.layout.place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
-
-    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
-        """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
-
-        In order of layer group, pool and offset, so that managers of equal layers pair up.
-        """
-        return aggregate(self._shared.layout, buffer_ids, self._gpu_addresses())
-
-    def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
-        """Whether every cache supports this mode always; None: ask the cache."""
-        if mode is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
-            return None
-        return True
-
-    # --- settings
-
-    @property
-    def init_config(self) -> KVCacheManagerConfig:
-        """A copy of the configuration."""
-        return self._config.copy()
-
-    @property
-    def driver(self) -> Driver:
-        """The device that this manager runs on."""
-        return self._driver
-
-    @property
-    def tokens_per_block(self) -> int:
-        return self._shared.tokens_per_block
-
-    @property
-    def allow_seq_rebasing(self) -> bool:
-        """Whether a commit may adopt an identical block that somebody else committed first: always."""
-        return True
-
-    @property
-    def enable_partial_match(self) -> bool:
-        return self._config.enable_partial_reuse
-
-    @property
-    def commit_min_snapshot(self) -> bool:
-        return self._config.commit_min_snapshot
-
-    @property
-    def enable_swa_scratch_reuse(self) -> bool:
-        return self._config.enable_swa_scratch_reuse
-
-    @property
-    def text_only(self) -> bool:
-        return self._config.text_only
-
-    @property
-    def num_open_caches(self) -> int:
-        """Caches created and not closed."""
-        return len(self._shared.open)
+    def event_manager(self) -> CacheListener | None:
+        """Who is told about every change of what is cached."""
+        return self._event_manager
 
     # --- inside
 
@@ -386,21 +263,6 @@ class KVCacheManager:
         if self._config.text_only and not wanted:
             raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
         return wanted
-
-    def _level(self, level: int) -> int:
-        if not 0 <= level < self._hierarchy.num_levels:
-            raise ConfigError(f"cache level {level} is out of range: this manager has levels 0..{self._hierarchy.num_levels - 1}")
-        return level
-
-    def _gpu_slots(self) -> list[int]:
-        return [self._hierarchy.total(GPU_LEVEL, group) for group in range(self._shared.layout.num_pool_groups)]
-
-    def _gpu_addresses(self) -> list[list[int]]:
-        """Address of slot 0 of each pool, by pool group."""
-        return [
-            [self._hierarchy.base_address(GPU_LEVEL, group, pool) for pool in range(len(sizes))]
-            for group, sizes in enumerate(self._shared.layout.slot_sizes)
-        ]
 
     def _require_up(self, call: str) -> None:
         if self._down:

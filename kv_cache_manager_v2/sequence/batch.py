@@ -13,7 +13,7 @@ from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.sequence import committing, growth
 from kv_cache_manager_v2.sequence.beams import choose_beams
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SequenceState
-from kv_cache_manager_v2.sequence.upkeep import audit, tidy
+from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 
 
 def resize(state: SequenceState, capacity: int | None, history: int | None) -> bool:
@@ -25,7 +25,7 @@ def resize(state: SequenceState, capacity: int | None, history: int | None) -> b
         done = growth.resize(state, state.capacity if capacity is None else capacity, state.history if history is None else history)
         if done:
             state.sample()
-        audit(shared)
+        conclude(shared)
     return done
 
 
@@ -45,7 +45,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[i
             raise LogicError("commit(): this cache is closed")
         if is_end:
             committing.stop_committing(state, True)
-        audit(shared)
+        conclude(shared)
 
 
 def resize_all(states: list[SequenceState], capacities: Sequence[int], histories: Sequence[int] | None) -> int:

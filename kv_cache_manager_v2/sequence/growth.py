@@ -48,6 +48,8 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     _add_new_blocks(state, need, history, blocks, spans)
     if not _make_room(state, need, leaving, spans):
         return False
+    if blocks > state.num_blocks and state.pending is not None:
+        state.pending.before_growth(state.history, state.num_blocks)
     state.set_history(history)
     if blocks < state.num_blocks:
         _shrink(state, blocks)
@@ -228,6 +230,7 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
     for number, lane in enumerate(state.lanes):
         beg, end = lane.life_cycle.stale(state.history)
         scratch_beg, scratch_end = spans[number] if spans else (0, 0)
+        taken = 0
         for ordinal in range(state.num_blocks, blocks):
             priority = priorities[asked] if priorities else PRIORITY_DEFAULT
             asked += 1
@@ -241,6 +244,10 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
                 waited = page.ready
             lane.pages.append(page)
             lane.row.append(page.slot)
+            taken += 1
+        if state.pending is not None:
+            state.pending.grown(lane.index, taken)
+    state.mark_dirty()
 
 
 def _shrink(state: SequenceState, blocks: int) -> None:
@@ -255,6 +262,8 @@ def _shrink(state: SequenceState, blocks: int) -> None:
             page = lane.pages.pop()
             if page is None:
                 continue
+            if state.pending is not None:
+                state.pending.taken_back(lane.index, ordinal)
             if beg <= ordinal < end:
                 hierarchy.release(page)  # held for a late commit
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point
 from kv_cache_manager_v2.reuse.matching import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.sequence import scratch
@@ -17,6 +17,7 @@ from kv_cache_manager_v2.sequence.committing import stop_committing
 from kv_cache_manager_v2.sequence.indices import bad_run
 from kv_cache_manager_v2.sequence.private_pages import private_copy
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, Lane, SequenceState, Shared
+from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planning import Shortage
 
@@ -45,6 +46,8 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
         assert snapshot is not None, "a match ends at a snapshot"
         recurrence.borrow(shared.hierarchy, snapshot)
     _credit_levels(state)
+    if state.pending is not None:
+        _count_reuse(state, state.pending, match)
     shared.tuner.sample_reused(count)
 
 
@@ -75,6 +78,33 @@ def _credit_levels(state: SequenceState) -> None:
             if page is not None and page.level > level:
                 level = page.level
         state.cached_tokens_by_level[level] += min(size, state.committed - ordinal * size)
+
+
+def _count_reuse(state: SequenceState, pending: PendingStats, match: Match) -> None:
+    """Count the blocks that the match saved, by the level of their pages, and the look-up of a snapshot."""
+    full = match.num_tokens // state.tokens_per_block
+    for lane in state.lanes:
+        for ordinal, page in enumerate(lane.pages):
+            if page is not None:
+                table = pending.full_reused if ordinal < full else pending.partial_reused
+                table[lane.index][page.level] += 1
+    pending.reused_tokens_by_level = list(state.cached_tokens_by_level)
+    pending.first_pending = state.num_blocks
+    if state.recurrence is not None and match.num_lookup_tokens > 0:
+        snapshots = pending.snapshots
+        snapshots.snapshot_lookups = 1
+        snapshots.reused_tokens = match.num_tokens
+        snapshots.unreused_tokens = match.num_lookup_tokens - match.num_tokens
+        if match.num_tokens == 0:
+            snapshots.snapshot_misses = 1
+        else:
+            snapshots.snapshot_hits = 1
+            if match.num_tokens % state.tokens_per_block == 0:
+                snapshots.aligned_snapshot_hits = 1
+            else:
+                snapshots.unaligned_snapshot_hits = 1
+    pending.dirty = match.num_tokens > 0 or pending.snapshots.snapshot_lookups > 0
+    state.mark_dirty()
 
 
 def live_pages(state: SequenceState) -> list[Page]:
@@ -132,6 +162,9 @@ def resume(state: SequenceState) -> bool:
     for lane in state.lanes:
         _write_row(lane, state.history)
     state.last_shortage = None
+    if shared.ledger.enabled and state.started and not state.excluded():
+        shared.ledger.resumed += 1
+    state.started = True
     return True
 
 
@@ -198,6 +231,7 @@ def _start_private(state: SequenceState) -> None:
         raise
     for source in sources:
         if source is not None:
+            _count_copy(state, source)
             hierarchy.unlock(source, point)
     taken = 0
     if state.borrowed_tail:
@@ -209,6 +243,18 @@ def _start_private(state: SequenceState) -> None:
     if recurrence is not None and taken < len(copies):
         recurrence.page = copies[taken]
         recurrence.borrowed = False
+
+
+def _count_copy(state: SequenceState, source: Page) -> None:
+    """A partly matched block was copied: it would have been missed if the tree has dropped it since."""
+    pending = state.pending
+    if pending is None or not state.shared.life_cycles[source.life_cycle].is_attention:
+        return
+    pending.copied[source.life_cycle] += 1
+    if source.owner is None:
+        pending.copies_missed[source.life_cycle] += 1
+    pending.dirty = True
+    state.mark_dirty()
 
 
 def _write_row(lane: Lane, history: int) -> None:
@@ -231,6 +277,8 @@ def suspend(state: SequenceState) -> None:
     for page in live_pages(state):
         shared.hierarchy.hold_locked(page, point)
     state.status = SUSPENDED
+    if shared.ledger.enabled and not state.excluded():
+        shared.ledger.suspended += 1
 
 
 def prefetch(state: SequenceState, level: int) -> bool:
@@ -238,8 +286,16 @@ def prefetch(state: SequenceState, level: int) -> bool:
     hierarchy = state.shared.hierarchy
     if not 0 <= level < hierarchy.num_levels:
         raise ConfigError(f"prefetch level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")
-    shortage = hierarchy.prefetch(live_pages(state), level)
+    pages = live_pages(state)
+    from_disk = 0
+    if hierarchy.sizings[level].tier == CacheTier.HOST_MEM:
+        for page in pages:
+            if hierarchy.sizings[page.level].tier == CacheTier.DISK:
+                from_disk += 1
+    shortage = hierarchy.prefetch(pages, level)
     state.last_shortage = shortage
+    if shortage is None and state.shared.ledger.enabled:
+        state.shared.ledger.disk_prefetched += from_disk
     return shortage is None
 
 
@@ -257,7 +313,7 @@ def close(state: SequenceState) -> None:
     if state.provision is not None:
         shared.provisions.append(state.provision)
         state.provision = None
-    if state.capacity > 0 and not state.excluded:
+    if state.capacity > 0 and not state.excluded():
         shared.tuner.sample_closed(*state.mean_lengths())
     for lane in state.lanes:
         lane.row.blank()
@@ -271,6 +327,8 @@ def close(state: SequenceState) -> None:
     state.tail = b""
     state.tail_ids = []
     del shared.open[state.serial]
+    if state.request_id is not None:
+        shared.ledger.dirty.discard(state.request_id)
 
 
 def _give_up_pages(state: SequenceState) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
+from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError, PageDataLostError
@@ -32,6 +33,7 @@ from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import Block, RadixTree
 from kv_cache_manager_v2.sequence.indices import IndexRow
 from kv_cache_manager_v2.sequence.recurrent import Recurrence
+from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planning import Shortage
@@ -57,16 +59,14 @@ class Shared:
 
     def __init__(
         self,
+        config: KVCacheManagerConfig,
         layout: StorageLayout,
         driver: Driver,
         timeline: Timeline,
         hierarchy: Hierarchy,
         tree: RadixTree,
         tuner: Tuner,
-        max_util_for_resume: float,
-        enable_partial_reuse: bool,
-        reuse_match_backoff: int,
-        commit_min_snapshot: bool,
+        ledger: Ledger,
         debug: bool,
     ) -> None:
         self.layout = layout
@@ -74,11 +74,11 @@ class Shared:
         self.timeline = timeline
         self.hierarchy = hierarchy
         self.tree = tree
-        self.max_util_for_resume = max_util_for_resume
-        self.enable_partial_reuse = enable_partial_reuse
-        self.reuse_match_backoff = reuse_match_backoff
-        self.commit_min_snapshot = commit_min_snapshot
+        self.tuner = tuner  # learns from the lengths of requests how to divide the memory
+        self.ledger = ledger  # statistics
         self.debug = debug  # audit every structure after every public call
+        self.max_util_for_resume: float = config.max_util_for_resume
+        self.commit_min_snapshot: bool = config.commit_min_snapshot
         self.tokens_per_block: int = layout.tokens_per_block
         self.life_cycles: list[LifeCycle] = layout.life_cycles
         self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
@@ -86,7 +86,6 @@ class Shared:
         self.ssm: LifeCycle | None = layout.ssm
         self.scratch: bool = layout.max_rewind is not None
         self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
-        self.tuner = tuner  # learns from the lengths of requests how to divide the memory
         self.lock: threading.RLock = threading.RLock()
         self.open: dict[int, SequenceState] = {}  # by serial number
         self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
@@ -211,7 +210,8 @@ class SequenceState:
         self.capacity_sum = 0
         self.history_sum = 0
         self.num_samples = 0
-        self.excluded = False  # a dummy: it teaches the tuner nothing
+        self.pending: PendingStats | None = None  # counts that the engine has not committed; None while nobody wants them
+        self.started = False  # whether it was ever resumed
         self.set_history(0)
 
     def lane(self, life_cycle: int, beam: int) -> Lane | None:
@@ -256,6 +256,17 @@ class SequenceState:
         """Mean capacity and mean history over the request's steps, its last lengths included."""
         count = self.num_samples + 1
         return (self.capacity_sum + self.capacity) / count, (self.history_sum + self.history) / count
+
+    def excluded(self) -> bool:
+        """Whether this is a dummy, which counts nowhere and teaches the tuner nothing."""
+        return self.request_id is not None and self.request_id in self.shared.ledger.excluded
+
+    def mark_dirty(self) -> None:
+        """Something was counted that the engine has yet to commit."""
+        if self.request_id is not None and self.pending is not None and self.pending.dirty:
+            ledger = self.shared.ledger
+            if self.request_id not in ledger.excluded:
+                ledger.dirty.add(self.request_id)
 
     # --- tokens
 

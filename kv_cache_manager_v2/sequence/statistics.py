@@ -98,22 +98,19 @@ class PendingStats:
 class Ledger:
     """The manager's books: totals since construction, and what happened since each was last read."""
 
-    def __init__(
-        self, enabled: bool, layout: StorageLayout, attention: list[int], hierarchy: Hierarchy, movement: MovementCounters
-    ) -> None:
+    def __init__(self, enabled: bool, layout: StorageLayout, hierarchy: Hierarchy) -> None:
         self.enabled = enabled
         self._layout = layout
-        self._attention = attention
+        self._attention: list[int] = [cycle.index for cycle in layout.life_cycles if cycle.is_attention]
         self._hierarchy = hierarchy
-        self._movement = movement
+        self._movement: MovementCounters = hierarchy.counters
         self._num_levels = hierarchy.num_levels
         self._committed = KVCacheStatsDelta()
         self._iteration: dict[int, KVCacheIterationStatsDelta] = {}
         self._snapshots: dict[int, SsmSnapshotIterationStatsDelta] = {}
         self._by_level: dict[int, ReusedBlocksByLevel] = {}
         self._tokens_by_level = [0] * self._num_levels
-        self._onboarded_committed = [0] * len(attention)  # onboarded pages that `committed` has counted, by attention position
-        self._read = _Reading(movement)  # movement at the last reading of the iteration
+        self._read = _Reading(self._movement)  # movement at the last reading of the iteration
         self._peaks = _Peaks(hierarchy)
         self.suspended = 0
         self.resumed = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 
+from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 from kv_cache_manager_v2.sequence.planned_drops import withdraw
 from kv_cache_manager_v2.sequence.residency import close
@@ -31,10 +32,35 @@ def tidy(shared: Shared) -> None:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
 
 
-def audit(shared: Shared) -> None:
-    """With debugging on: assert every invariant."""
+def conclude(shared: Shared) -> None:
+    """After a public call: note the peaks; with debugging on, assert every invariant."""
+    if shared.ledger.enabled:
+        shared.ledger.note_peaks()
     if shared.debug:
         check_everything(shared)
+
+
+def commit_stats(state: SequenceState) -> KVCacheStatsDelta:
+    """Move a request's pending counts to the books; what they were."""
+    pending = state.pending
+    if pending is None:
+        return KVCacheStatsDelta()
+    delta = KVCacheStatsDelta()
+    if not state.excluded():
+        delta = pending.request_delta(state.shared.attention)
+        if state.shared.ledger.enabled:
+            ssm = state.shared.ssm
+            state.shared.ledger.commit(pending, ssm.index if ssm is not None else None)
+    discard_stats(state)
+    return delta
+
+
+def discard_stats(state: SequenceState) -> None:
+    """Forget a request's pending counts."""
+    if state.pending is not None:
+        state.pending.clear(state.num_blocks)
+    if state.request_id is not None:
+        state.shared.ledger.dirty.discard(state.request_id)
 
 
 def check_everything(shared: Shared) -> None:

@@ -1,0 +1,301 @@
+"""What can be asked of a manager: its layout, its settings, its statistics.
+
+Rule: nothing here changes a cache or moves a page; readings that reset a counter say so in their name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
+from kv_cache_manager_v2.counters import (
+    KVCacheIterationStatsDelta,
+    KVCacheStatsDelta,
+    MovementCounters,
+    PoolGroupPeakBlockStats,
+    ReusedBlocksByLevel,
+    SsmSnapshotIterationStatsDelta,
+    StorageStatistics,
+)
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import (
+    GPU_LEVEL,
+    CacheLevel,
+    DataRole,
+    LayerGroupId,
+    LayerId,
+    LifeCycleId,
+    PageIndexMode,
+    PoolGroupId,
+)
+from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
+from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
+from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
+from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
+from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.sequence.state import Shared
+from kv_cache_manager_v2.sequence.statistics import Ledger
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+
+
+class ManagerViews:
+    """The read-only half of `KVCacheManager`."""
+
+    def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: Shared) -> None:
+        self._config = config
+        self._driver = driver
+        self._hierarchy = hierarchy
+        self._shared = shared
+        self._layout = shared.layout
+        self._ledger: Ledger = shared.ledger
+
+    # --- memory
+
+    @property
+    def cache_tier_list(self) -> list[CacheTierConfig]:
+        """The tiers, warm to cold; position = cache level."""
+        return list(self._config.cache_tiers)
+
+    @property
+    def movement(self) -> MovementCounters:
+        """Pages moved and dropped since construction."""
+        return self._hierarchy.counters
+
+    @property
+    def tuner(self) -> Tuner:
+        """What was sampled, and the shares that it leads to."""
+        return self._shared.tuner
+
+    def get_quota(self, cache_level: CacheLevel) -> int:
+        """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
+        return self._hierarchy.sizings[self._level(cache_level)].quota
+
+    def clamp_max_seq_len_for_mem(self, batch_size: int, token_num_upper_bound: int) -> int:
+        """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
+        not fit."""
+        return clamp_max_seq_len(
+            self._shared.layout, self._gpu_slots(), batch_size, token_num_upper_bound, self._config.max_util_for_resume
+        )
+
+    # --- layout
+
+    @property
+    def layer_ids(self) -> list[LayerId]:
+        return list(self._layout.layer_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layout.layer_ids)
+
+    @property
+    def all_buffer_ids(self) -> list[BufferId]:
+        return list(self._layout.all_buffer_ids)
+
+    @property
+    def layer_grouping(self) -> list[list[LayerId]]:
+        """Layers by layer group."""
+        return [list(layers) for layers in self._layout.layers_of]
+
+    def get_layer_group_id(self, layer_id: LayerId) -> LayerGroupId:
+        """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
+        layer."""
+        return LayerGroupId(self._layout.life_cycle_of_layer(layer_id))
+
+    @property
+    def pool_group_descs(self) -> list[PoolGroupDesc]:
+        """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
+        return pool_group_descs(self._layout, self._gpu_slots(), self._gpu_addresses())
+
+    def get_mem_pool_base_address(self, layer_id: LayerId, data_role: DataRole, index_mode: PageIndexMode | None = None) -> int:
+        """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
+        layout = self._layout
+        place = layout.place(layer_id, data_role)
+        pool_base = self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool)
+        return buffer_base(place, pool_base, resolve_mode(layout, index_mode))
+
+    def get_page_stride(self, layer_id: LayerId, data_role: DataRole) -> int:
+        """Bytes from one page index of a buffer to the next: the configured buffer size."""
+        return self._layout.place(layer_id, data_role).stride
+
+    def get_page_index_upper_bound(self, layer_id: LayerId, data_role: DataRole) -> int:
+        """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
+        resize."""
+        place = self._layout.place(layer_id, data_role)
+        return page_index_upper_bound(self._layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
+
+    def get_page_index_scale(self, layer_id: LayerId, data_role: DataRole) -> int:
+        """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
+        return self._layout.place(layer_id, data_role).scale
+
+    def get_page_index_converter(self, layer_id: LayerId, data_role: DataRole) -> PageIndexConverter:
+        """What turns base page indices into this buffer's page indices."""
+        return PageIndexConverter(self._layout.place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
+
+    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
+        """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
+
+        In order of layer group, pool and offset, so that managers of equal layers pair up.
+        """
+        return aggregate(self._layout, buffer_ids, self._gpu_addresses())
+
+    def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
+        """Whether every cache supports this mode always; None: ask the cache."""
+        if mode is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
+            return None
+        return True
+
+    # --- statistics
+
+    def get_committed_stats(self) -> KVCacheStatsDelta:
+        """Totals since construction, attention layers only; they never fall. A copy."""
+        return self._ledger.committed()
+
+    def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]:
+        """Per life cycle, what happened since the last call, recurrent layers' movement included; only those to which
+        something did."""
+        with self._shared.lock:
+            return {LifeCycleId(index): delta for index, delta in self._ledger.take_iteration().items()}
+
+    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
+        """Look-ups of snapshots since the last call."""
+        with self._shared.lock:
+            return {LifeCycleId(index): delta for index, delta in self._ledger.take_snapshots().items()}
+
+    def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
+        """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
+        with self._shared.lock:
+            return {LifeCycleId(index): table for index, table in self._ledger.take_by_level().items()}
+
+    def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]:
+        """Reused tokens since the last call, by the level from which each block had to be brought."""
+        with self._shared.lock:
+            return self._ledger.take_tokens_by_level()
+
+    def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
+        """Pages that `prefetch` moved from disk to host memory since the last call."""
+        with self._shared.lock:
+            return self._ledger.take_disk_prefetched()
+
+    def get_and_reset_iteration_peak_block_stats(self, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+        """By pool group, the largest counts that any public call left since the last reading."""
+        with self._shared.lock:
+            return self._ledger.take_peaks(self._level(level))
+
+    def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
+        """The same for every level."""
+        with self._shared.lock:
+            return [self._ledger.take_peaks(level) for level in range(self._hierarchy.num_levels)]
+
+    def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
+        """(suspensions, resumes but for first ones) since the last call."""
+        with self._shared.lock:
+            return self._ledger.take_suspend_resume()
+
+    def record_request_suspended(self) -> None:
+        """Count a suspension that the engine made by other means."""
+        self._ledger.suspended += 1 if self._ledger.enabled else 0
+
+    def record_request_resumed(self) -> None:
+        self._ledger.resumed += 1 if self._ledger.enabled else 0
+
+    def get_storage_statistics(self, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
+        """Slots of each pool group on a level, now."""
+        number = self._level(level)
+        hierarchy = self._hierarchy
+        return [
+            StorageStatistics(
+                tuple(sizes), hierarchy.total(number, group), hierarchy.free(number, group), hierarchy.evictable(number, group)
+            )
+            for group, sizes in enumerate(self._layout.slot_sizes)
+        ]
+
+    def get_life_cycle_pool_group_indices(self, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupId]:
+        """The pool group of each life cycle; the same on every level."""
+        self._level(level)
+        return list(self._layout.pool_group_of)
+
+    def mark_stats_dirty(self, id: int | None) -> None:
+        """Note that a request has counts to commit. None is ignored."""
+        if id is not None and id not in self._ledger.excluded:
+            self._ledger.dirty.add(id)
+
+    def clear_stats_dirty(self, id: int | None) -> None:
+        if id is not None:
+            self._ledger.dirty.discard(id)
+
+    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
+        """Ids of the requests that have counts to commit. A copy."""
+        return set(self._ledger.dirty)
+
+    def mark_stats_excluded(self, id: int | None) -> None:
+        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
+        if id is not None:
+            self._ledger.excluded.add(id)
+            self._ledger.dirty.discard(id)
+
+    def clear_stats_excluded(self, id: int | None) -> None:
+        if id is not None:
+            self._ledger.excluded.discard(id)
+
+    def is_stats_excluded(self, id: int | None) -> bool:
+        return id is not None and id in self._ledger.excluded
+
+    # --- settings
+
+    @property
+    def init_config(self) -> KVCacheManagerConfig:
+        """A copy of the configuration."""
+        return self._config.copy()
+
+    @property
+    def driver(self) -> Driver:
+        """The device that this manager runs on."""
+        return self._driver
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self._shared.tokens_per_block
+
+    @property
+    def allow_seq_rebasing(self) -> bool:
+        """Whether a commit may adopt an identical block that somebody else committed first: always."""
+        return True
+
+    @property
+    def enable_partial_match(self) -> bool:
+        return self._config.enable_partial_reuse
+
+    @property
+    def commit_min_snapshot(self) -> bool:
+        return self._config.commit_min_snapshot
+
+    @property
+    def enable_swa_scratch_reuse(self) -> bool:
+        return self._config.enable_swa_scratch_reuse
+
+    @property
+    def text_only(self) -> bool:
+        return self._config.text_only
+
+    @property
+    def num_open_caches(self) -> int:
+        """Caches created and not closed."""
+        return len(self._shared.open)
+
+    # --- inside
+
+    def _level(self, level: int) -> int:
+        if not 0 <= level < self._hierarchy.num_levels:
+            raise ConfigError(f"cache level {level} is out of range: this manager has levels 0..{self._hierarchy.num_levels - 1}")
+        return level
+
+    def _gpu_slots(self) -> list[int]:
+        return [self._hierarchy.total(GPU_LEVEL, group) for group in range(self._layout.num_pool_groups)]
+
+    def _gpu_addresses(self) -> list[list[int]]:
+        """Address of slot 0 of each pool, by pool group."""
+        return [
+            [self._hierarchy.base_address(GPU_LEVEL, group, pool) for pool in range(len(sizes))]
+            for group, sizes in enumerate(self._layout.slot_sizes)
+        ]
