@@ -114,6 +114,21 @@ class KVCache:
             conclude(self._shared)
 
     @property
+    def text_only(self) -> bool:
+        """A promise that no digest will be committed: digests are refused then."""
+        return self._state.text_only
+
+    @text_only.setter
+    def text_only(self, value: bool) -> None:
+        """Raises ConfigError to relax what the manager demands, or to promise it after digests were committed."""
+        self._require_open("text_only")
+        if not value and self._manager.text_only:
+            raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
+        if value and self._state.has_digests:
+            raise ConfigError("text_only=True: this cache has committed digests")
+        self._state.text_only = value
+
+    @property
     def num_committed_tokens(self) -> int:
         return self._state.committed
 
@@ -184,7 +199,7 @@ class KVCache:
             token = tokens[0]
             if type(token) is int and committing.append_inside_block(state, token):
                 return
-        batch.commit(state, pack(tokens), beam_search_indices, is_end)
+        batch.commit(state, pack(tokens, state.text_only), beam_search_indices, is_end)
 
     def stop_committing(self) -> None:
         """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""

@@ -132,6 +132,7 @@ class KVCacheManager(ManagerViews):
             self._require_up("create_kv_cache()")
             tidy(self._shared)
             state = SequenceState(shared, scope, id, custom_priority_callback)
+            state.text_only = plain
             if self._config.enable_stats or enable_request_stats:
                 if expected_prompt_length is None and tokens is not None:
                     expected_prompt_length = tokens.num_tokens

@@ -82,6 +82,6 @@ def commit_all(states: list[SequenceState], tokens: Sequence[object]) -> None:
             if type(item) is int:
                 if committing.append_inside_block(states[index], item):
                     continue
-                commit(states[index], pack([item]), None, False)
+                commit(states[index], pack([item], states[index].text_only), None, False)
             else:
-                commit(states[index], pack(item), None, False)
+                commit(states[index], pack(item, states[index].text_only), None, False)

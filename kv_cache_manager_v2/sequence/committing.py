@@ -71,6 +71,8 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
             _publish_blocks(state, tokens, full, history, point, beams)
     if beams:
         state.tail_beam = beams[-1]
+    if tokens.digests:
+        state.has_digests = True
     _append_tail(state, tokens, full * size)
     state.committed = after
     if history > state.history:

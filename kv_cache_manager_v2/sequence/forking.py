@@ -27,6 +27,9 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin.block_tokens = list(state.block_tokens)
     twin.tail = state.pack_tail()
     twin.commit_allowed = state.commit_allowed
+    twin.text_only = state.text_only
+    twin.has_digests = state.has_digests
+    twin.scratch = state.scratch
     twin.provision = state.provision.share() if state.provision is not None else None
     twin.borrowed_tail = state.history % size != 0
     if state.tip is not None:

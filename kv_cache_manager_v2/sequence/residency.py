@@ -31,6 +31,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     state.set_history(count)
     state.set_capacity(count)
     full = count // size
+    state.has_digests = bool(tokens.digests) and tokens.digests[0] < count
     for ordinal in range(full):
         state.block_tokens.append(match.blocks[ordinal].tokens)
     state.tail = tokens.slice_bytes(full * size, count)

@@ -199,6 +199,8 @@ class SequenceState:
         self.tail: bytes = b""  # packed tokens of the committed part of the block after those
         self.tail_ids: list[int] = []  # ids committed one by one since `tail` was packed
         self.commit_allowed = True
+        self.text_only = False  # a promise: no digest will come
+        self.has_digests = False  # whether digests are committed
         self.scratch = shared.scratch  # whether long prefill steps borrow scratch slots
         self.borrowed_tail = False  # the last block is a partly matched page of the tree: copied on the first resume
         self.cached_tokens_by_level: list[int] = [0] * shared.hierarchy.num_levels
