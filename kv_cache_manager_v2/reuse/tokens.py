@@ -65,14 +65,17 @@ class TokenSequence:
         return self.data[self.byte_offset(beg) : self.byte_offset(end)]
 
     def whole_tokens(self, num_bytes: int) -> int:
-        """How many tokens lie wholly within the first `num_bytes` of `data`: half a digest is no token."""
+        """How many tokens lie wholly within the first `num_bytes` of `data`: half a digest is no token; as `byte_offset`."""
         if not self.digests:
             return num_bytes >> 2
-        before = 0  # digests that begin within those bytes
-        for position in self.digests:
-            if TOKEN_BYTES * position + DIGEST_BYTES * before >= num_bytes:
-                break
-            before += 1
+        before = 0  # digests that begin within those bytes, found by bisection
+        most = len(self.digests)
+        while before < most:
+            half = (before + most) >> 1
+            if TOKEN_BYTES * self.digests[half] + DIGEST_BYTES * half < num_bytes:
+                before = half + 1
+            else:
+                most = half
         if before == 0:
             return num_bytes >> 2
         last = self.digests[before - 1]
