@@ -60,6 +60,7 @@ from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import CacheStatus
 from kv_cache_manager_v2.storage.planning import Shortage
+from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult
 
 _KVCache = KVCache
 __all__ = [
@@ -70,6 +71,8 @@ __all__ = [
     "CacheStatus",
     "ReuseScope",
     "Shortage",
+    "ResizeResult",
+    "AdjustResult",
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
