@@ -46,7 +46,7 @@ def release(address: int, nbytes: int) -> None:
 def pinned(nbytes: int) -> int:
     """Host memory with arbitrary contents."""
     address = _map(0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ctypes.memset(address, 0xA5, nbytes)
+    ctypes.memset(address, 0x25, nbytes)
     return address
 
 

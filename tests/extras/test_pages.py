@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kv_cache_manager_v2 import KVCacheManager
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.emulated import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError
@@ -18,6 +19,8 @@ from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.extras.pages import locate_pages
 from kv_cache_manager_v2.ids import DataRole, LayerId, PageIndexMode
 from tests.extras.cuda_standin import StandIn
+from tests.manager.engine import base_indices
+from tests.manager.helpers import attention, model
 
 LAYER = LayerId(3)
 KEY = DataRole("key")
@@ -166,3 +169,55 @@ class TestTensors:
         assert interface["shape"] == (PAGES * PAGE_BYTES,)
         driver.close()
         scene.close()
+
+
+class TestRealManager:
+    """The same over a manager's own pages, on the emulated device."""
+
+    def test_an_array_is_indexed_by_converted_page_indices(self) -> None:
+        """Two layers, one with shorter blocks of its own: what is written through an array lies where the manager says."""
+        config = model(
+            [attention(0, 4096, 4096), attention(1, 1024, 1024, override=8)], tokens_per_block=32, gpu=2 << 20, max_util=1.0
+        )
+        driver = EmulatedDriver()
+        manager = KVCacheManager(config, driver=driver)
+        stream = driver.create_stream()
+        cache = manager.create_kv_cache(None, None, 1)
+        assert cache.resume(stream)
+        assert cache.resize(100)
+        driver.synchronize()
+        for layer in (LayerId(0), LayerId(1)):
+            for role in (DataRole("key"), DataRole("value")):
+                size = manager.get_page_stride(layer, role)
+                array = pool_array(manager, layer, role, np.float32, (size // 64, 16))
+                assert array.shape[0] == manager.get_page_index_upper_bound(layer, role)
+                base_pages = base_indices(cache, manager.get_layer_group_id(layer)).tolist()
+                pages = manager.get_page_index_converter(layer, role)(base_pages)
+                assert len(pages) == cache.num_blocks * (4 if layer == 1 else 1)
+                array[pages] = np.arange(len(pages), dtype=np.float32)[:, None, None]
+                base = manager.get_mem_pool_base_address(layer, role)
+                for number, page in enumerate(pages):
+                    assert driver.read_bytes(base + size * page, size) == np.full(size // 4, number, np.float32).tobytes()
+        cache.close()
+        manager.shutdown()
+        driver.destroy_stream(stream)
+        driver.close()
+
+    @pytest.mark.torch
+    def test_a_tensor_covers_the_same_memory(self) -> None:
+        """Tensor and array see each other's writes."""
+        torch: Any = pytest.importorskip("torch")
+        from kv_cache_manager_v2.extras.torch import pool_tensor
+
+        driver = EmulatedDriver()
+        manager = KVCacheManager(model([attention(0, 4096)], tokens_per_block=32, gpu=2 << 20), driver=driver)
+        layer, role = LayerId(0), DataRole("key")
+        array = pool_array(manager, layer, role, np.uint8, (4096,))
+        tensor = pool_tensor(manager, layer, role, torch.float16, (32, 2, 32))
+        assert tuple(tensor.shape) == (len(array), 32, 2, 32)
+        array[5] = 1
+        assert tensor[5].view(torch.uint8).min().item() == 1
+        tensor[-1] = 0.5
+        assert array[-1].tobytes() == np.full(2048, 0.5, np.float16).tobytes()
+        manager.shutdown()
+        driver.close()
