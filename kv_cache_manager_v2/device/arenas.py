@@ -234,7 +234,10 @@ class HostArena(Arena):
             moved = resize_range(old_base, old_bytes + PAGE_BYTES, wanted + PAGE_BYTES, may_move=True)
             if moved == 0:
                 self._fall_back_to(old_bytes, old_bytes)
-                raise OutOfMemoryError(f"no room to grow host memory from {format_bytes(old_bytes)} to {format_bytes(wanted)}")
+                raise OutOfMemoryError(
+                    f"no room to grow host memory from {format_bytes(old_bytes)} to {format_bytes(wanted)}; "
+                    "configure a smaller host tier"
+                )
             self.base = moved
         try:
             populate_range(self.base + old_bytes, wanted - old_bytes, self._threads)

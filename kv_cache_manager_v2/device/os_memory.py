@@ -114,6 +114,18 @@ def memlock_limit() -> int:
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
+def available_bytes() -> int:
+    """What the system says it could give without swapping; -1 if it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as info:
+            for line in info:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return -1
+
+
 def default_populate_threads() -> int:
     """`KVCM_PREFAULT_THREADS` if set (0 turns prefaulting off), else half of the processors, from 1 to 64."""
     text = os.environ.get("KVCM_PREFAULT_THREADS", "")
@@ -163,6 +175,12 @@ def populate_range(address: int, nbytes: int, threads: int, piece_bytes: int = _
     """
     if threads <= 0 or nbytes <= 0:
         return
+    available = available_bytes()
+    if 0 <= available < nbytes:  # asked first: whoever faults in more than there is gets killed, not refused
+        raise OutOfMemoryError(
+            f"host memory of {format_bytes(nbytes)} ({nbytes} bytes) was asked for and {format_bytes(available)} are available; "
+            "configure a smaller host tier"
+        )
     populator = _Populator(address, nbytes, piece_bytes)
     helpers: list[Thread] = []
     work: Callable[[], None] = populator.work

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
 from kv_cache_manager_v2.device.emulated import GRANULARITY, EmulatedDriver
-from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, map_range, populate_range, unmap_range
+from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, available_bytes, map_range, populate_range, unmap_range
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
 from tests.device.helpers import open_descriptors
 
@@ -250,6 +250,26 @@ def test_impossible_host_sizes() -> None:
     arena.check_invariants()
     with pytest.raises(ConfigError, match="registration_bytes=100"):
         HostArena(driver, 16, 100)
+    arena.close()
+    driver.close()
+
+
+def test_more_host_memory_than_there_is_gets_refused_not_killed() -> None:
+    """Prefaulting more than the system has available is a typed error before a page is touched; growing keeps the old slots."""
+    assert available_bytes() > 0
+    address = map_range(PAGE_BYTES)
+    with pytest.raises(OutOfMemoryError, match=r"1024\.0 TiB.*are available; configure a smaller host tier"):
+        populate_range(address, 1 << 50, 1)
+    unmap_range(address, PAGE_BYTES)
+    driver = EmulatedDriver()
+    arena = HostArena(driver, 1 << 20)
+    arena.resize(2)
+    stamp(driver, arena, range(2))
+    with pytest.raises(OutOfMemoryError, match="configure a smaller host tier"):
+        arena.resize(1 << 30)
+    arena.check_invariants()
+    check_stamps(driver, arena, range(2))
+    assert driver.registered_bytes == 2 << 20
     arena.close()
     driver.close()
 
