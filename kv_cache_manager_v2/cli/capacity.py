@@ -57,13 +57,12 @@ def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> in
     return int(gib * GIB) // (bytes_per_token * tokens_per_block)
 
 
-def plan_capacity(tiers: Sequence[TierBlocks], tokens_per_block: int, bytes_per_token: int, disk_path: str) -> Capacity:
-    """A configuration whose tiers hold the wanted numbers of blocks, in pages with room for `bytes_per_token`.
+def plan_capacity(tiers: Sequence[TierBlocks], tokens_per_block: int, least_page_bytes: int, disk_path: str) -> Capacity:
+    """A configuration whose tiers hold the wanted numbers of blocks, in pages of at least `least_page_bytes`.
 
     Where no page size of reasonable size makes all tiers exact, they are as little larger as can be, and `num_blocks` says so.
     """
-    least = max(MIN_PAGE_BYTES, tokens_per_block * bytes_per_token)
-    page_bytes = choose_page_bytes(tiers, least)
+    page_bytes = choose_page_bytes(tiers, max(MIN_PAGE_BYTES, least_page_bytes))
     config = KVCacheManagerConfig(
         tokens_per_block,
         [_tier_config(tier, page_bytes, disk_path) for tier in tiers],

@@ -93,8 +93,7 @@ def run(options: argparse.Namespace) -> bool:
     trace = read_trace(
         options.trace, options.trace_block_size, skip_bad_lines=options.skip_bad_lines, max_records=options.max_records
     )
-    stamp_bytes = FINGERPRINT_BYTES if options.verify else 0
-    capacity = plan_capacity(_tiers(options, trace), options.tokens_per_block, stamp_bytes, options.disk_path)
+    capacity = plan_capacity(_tiers(options, trace), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path)
     source = token_source(options.trace_block_size, options.seed)
     engine = Engine(capacity, source, concurrency=options.concurrency, decode=options.decode, verify=options.verify)
     try:
@@ -161,6 +160,15 @@ def _tiers(options: argparse.Namespace, trace: Trace) -> list[TierBlocks]:
         if num_blocks is not None:
             tiers.append(TierBlocks(tier, num_blocks))
     return tiers
+
+
+def _stamp_bytes(options: argparse.Namespace, trace: Trace) -> int:
+    """Bytes that a block's fingerprints take with --verify; no block has more tokens than the longest request."""
+    if not options.verify:
+        return 0
+    longest = max(record.input_length + record.output_length for record in trace.records)
+    tokens_per_block: int = options.tokens_per_block
+    return FINGERPRINT_BYTES * min(tokens_per_block, longest)
 
 
 def _enough_blocks(options: argparse.Namespace, trace: Trace) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from kv_cache_manager_v2 import ids
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ def write_trace(path: Path, prompts: Sequence[Prompt]) -> str:
             }
             lines.write(json.dumps(fields) + "\n")
     return str(path)
+
+
+def child_environment() -> dict[str, str]:
+    """For a program started elsewhere than in the root: it imports the package that this process tests."""
+    return {**os.environ, "PYTHONPATH": str(Path(ids.__file__).resolve().parent.parent)}
 
 
 def infinite_cache_hits(prompts: Sequence[Prompt], block_size: int) -> list[int]:

@@ -6,13 +6,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kv_cache_manager_v2 import CacheTier
 from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.cli.capacity import TierBlocks, plan_capacity
+from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, NumpyTokenSource
 from kv_cache_manager_v2.cli.main import main
-from tests.cli.helpers import Prompt, infinite_cache_hits, lru_cache_hits, make_prompts, write_trace
+from kv_cache_manager_v2.cli.serving import Engine
+from kv_cache_manager_v2.cli.traces import TraceRecord
+from tests.cli.helpers import Prompt, child_environment, infinite_cache_hits, lru_cache_hits, make_prompts, write_trace
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.cli.contents import TokenBuffer
 
 BLOCK = 32  # tokens a trace block
 
@@ -95,6 +103,25 @@ def test_partial_tails_cost_a_small_cache_little(tmp_path: Path, capsys: pytest.
     assert abs(found - expected) < 0.02
     assert report["pages_moved"]["gpu"]["gpu"] > 0  # the copies of partly matched tails
     assert report["page_mismatches"] == 0
+
+
+class ForgetfulSource(NumpyTokenSource):
+    """Says other fingerprints each time, as if the pages had changed between a request and the next."""
+
+    asked = 0
+
+    def fingerprints(self, tokens: TokenBuffer) -> bytes:
+        self.asked += 1
+        return bytes([self.asked]) * (FINGERPRINT_BYTES * len(tokens))
+
+
+def test_verification_notices_a_page_that_holds_something_else() -> None:
+    capacity = plan_capacity([TierBlocks(CacheTier.GPU_MEM, 10)], BLOCK, FINGERPRINT_BYTES * BLOCK, "/tmp")
+    engine = Engine(capacity, ForgetfulSource(BLOCK, 0), concurrency=1, decode=False, verify=True)
+    outcome = engine.run([TraceRecord(3 * BLOCK, 0, [1, 2, 3]), TraceRecord(3 * BLOCK, 0, [1, 2, 4])], lambda _done: None)
+    engine.close()
+    assert outcome.num_mismatches == 4  # blocks 0 and 1 of the second request, found and again at its end
+    assert outcome.mismatches[0] == "request 1, block 0: token 0 of 32 is another's"
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -196,8 +223,10 @@ def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], reason: 
 def test_the_module_runs_as_a_program_and_reads_standard_input(tmp_path: Path) -> None:
     text = Path(write_trace(tmp_path / "t", make_prompts(2, 10, BLOCK))).read_bytes()
     command = [sys.executable, "-m", "kv_cache_manager_v2", "replay", "-", "--trace-block-size", str(BLOCK), "--format", "json"]
-    done = subprocess.run(command, input=text, capture_output=True, check=True, timeout=120)
-    assert json.loads(done.stdout)["requests"] == 10
+    done = subprocess.run(command, input=text, capture_output=True, check=True, timeout=120, cwd=tmp_path, env=child_environment())
+    report = json.loads(done.stdout)
+    assert report["requests"] == 10
+    assert report["build"] == ("compiled" if COMPILED else "interpreted")
     assert done.stderr == b""
 
 
@@ -210,7 +239,8 @@ def test_without_numpy_the_figures_are_the_same(tmp_path: Path, capsys: pytest.C
         "from kv_cache_manager_v2.cli.main import main\n"
         f"sys.exit(main(['replay', {trace!r}, *{options!r}, '--trace-block-size', '{BLOCK}', '--format', 'json']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=120)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=120, cwd=tmp_path, env=child_environment())
     plain = json.loads(done.stdout)
     fast = replay(capsys, trace, *options)
     for report in (plain, fast):
