@@ -1,0 +1,78 @@
+"""Memory of the levels: all of it or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
+from kv_cache_manager_v2.counters import MovementCounters
+from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.errors import KVCacheError
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from tests.storage.helpers import GRAIN, Rig, make_layout
+
+
+def build(driver: EmulatedDriver, path: str) -> Hierarchy:
+    tiers = [GpuCacheTierConfig(4 << 20), HostCacheTierConfig(1 << 20), DiskCacheTierConfig(1 << 20, path)]
+    layout, _config = make_layout(((4096, 100), (64,)), tiers)
+    sizings = []
+    for tier in tiers:
+        sizing = LevelSizing(tier.tier, tier.quota, tier.quota, GRAIN[tier.tier])
+        sizing.slots = [5, 7]
+        sizings.append(sizing)
+    return Hierarchy(driver, Timeline(driver), layout, sizings, tiers, MovementCounters(2, 3))
+
+
+@pytest.mark.parametrize("call", ["reserve", "create_chunk", "map_chunk", "set_access", "host_register"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_refused_memory_leaves_nothing_behind(call: str, nth: int, tmp_path: Path) -> None:
+    driver = EmulatedDriver()
+    driver.fail(call, nth)
+    with pytest.raises(KVCacheError):
+        build(driver, str(tmp_path))
+    driver.close()
+
+
+def test_disk_path_that_vanished(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    driver = EmulatedDriver()
+    tier = DiskCacheTierConfig(1 << 20, str(directory))
+    layout, _config = make_layout(((64,),), [GpuCacheTierConfig(4 << 20), tier])
+    gpu, disk = LevelSizing(CacheTier.GPU_MEM, 1, 4 << 20, 2 << 20), LevelSizing(CacheTier.DISK, 1, 1 << 20, 2 << 20)
+    gpu.slots = [1]
+    disk.slots = [1]
+    directory.rmdir()
+    with pytest.raises(KVCacheError, match="does not exist"):
+        Hierarchy(driver, Timeline(driver), layout, [gpu, disk], [GpuCacheTierConfig(4 << 20), tier], MovementCounters(1, 2))
+    driver.close()
+
+
+def test_closing_twice_and_without_use(tmp_path: Path) -> None:
+    """Files have no name, so nothing is left in the directory either."""
+    driver = EmulatedDriver()
+    hierarchy = build(driver, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert hierarchy.base_address(0, 0, 0) != hierarchy.base_address(0, 0, 1)
+    assert hierarchy.slot_address(0, 0, 1, 3) == hierarchy.base_address(0, 0, 1) + 300
+    assert hierarchy.base_address(2, 0, 0) == 0
+    hierarchy.close()
+    hierarchy.close()
+    driver.close()
+
+
+def test_more_slots_than_issued_cost_nothing_but_memory() -> None:
+    rig = Rig([[100_000], [0]], slot_sizes=((64,),))
+    assert rig.counts(0) == (100_000, 0, 0)
+    assert rig.hierarchy.utilization(0, 0) == 0.0
+    assert rig.hierarchy.utilization(1, 0) == 0.0
+    page = rig.new(1)
+    assert rig.hierarchy.utilization(0, 0) == pytest.approx(1e-5)
+    rig.expect(page, 1)
+    rig.check()
+    rig.close()
