@@ -1,12 +1,12 @@
 """The model's view of the manager's pages: where token t of a layer lies, and how to read and write it.
 
-Rule: keys and values go through the addresses that the manager gives out, as a kernel's would: base address of the layer's pool
-plus stride times converted page index. The page indices of a step are copied when it is launched, since they change afterwards.
+Rule: keys and values live in the manager's pages and nowhere else. A kernel would be given the layer's base address, stride and
+page indices; numpy is given an array over the same memory (`pool_array`), indexed by the same page indices. The indices of a step
+are copied when it is launched, since they change afterwards.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,6 +21,7 @@ from kv_cache_manager_v2 import (
     LayerGroupId,
     LayerId,
 )
+from kv_cache_manager_v2.extras.arrays import pool_array
 from tiny_llm.model import FloatArray, KVView, ModelShape
 
 KEY = DataRole("key")
@@ -42,24 +43,16 @@ class PagedMemory:
 
     def __init__(self, manager: KVCacheManager, shape: ModelShape) -> None:
         self.tokens_per_block = manager.tokens_per_block
-        self._page_shape = (manager.tokens_per_block, shape.kv_heads, shape.head_size)
+        page_shape = (manager.tokens_per_block, shape.kv_heads, shape.head_size)
         layers = [LayerId(layer) for layer in range(shape.num_layers)]
         self.group_of: list[LayerGroupId] = [manager.get_layer_group_id(layer) for layer in layers]
         self.groups: list[LayerGroupId] = sorted(set(self.group_of))
-        self.keys = [self._pages(manager, layer, KEY) for layer in layers]
-        self.values = [self._pages(manager, layer, VALUE) for layer in layers]
+        self.keys: list[FloatArray] = [pool_array(manager, layer, KEY, np.float32, page_shape) for layer in layers]
+        self.values: list[FloatArray] = [pool_array(manager, layer, VALUE, np.float32, page_shape) for layer in layers]
         # all layers of a group count their pages alike, so one layer's converter serves the group
         self._convert = {
             group: manager.get_page_index_converter(layer, KEY) for layer, group in zip(layers, self.group_of, strict=True)
         }
-
-    def _pages(self, manager: KVCacheManager, layer: LayerId, role: DataRole) -> FloatArray:
-        """A layer's pages: page i lies at base address + i * stride. On the emulated device an address is one of this process."""
-        stride = manager.get_page_stride(layer, role)
-        num_pages = manager.get_page_index_upper_bound(layer, role)
-        memory = (ctypes.c_byte * (num_pages * stride)).from_address(manager.get_mem_pool_base_address(layer, role))
-        pages: FloatArray = np.frombuffer(memoryview(memory), dtype=np.float32).reshape(num_pages, *self._page_shape)
-        return pages
 
     def view(self, buffers: Mapping[LayerGroupId, IndexArray], cache: KVCache) -> PagedView:
         """A running request's keys and values as of now. `buffers[group]` holds its base page indices."""

@@ -26,8 +26,11 @@ def test_three_tiers_hold_at_least_and_hardly_more_than_their_blocks(gpu: int, h
     capacity = plan_capacity(wanted, 32, least, "/tmp")
     assert capacity.tier_names == ["gpu", "host", "disk"]
     assert capacity.page_bytes >= least
+    # at worst a granule in 256 MiB of pages too many: a 128th of all blocks, as seen from the smaller of the coarse tiers
+    numbers = [tier.num_blocks for tier in wanted]
+    excess = (sum(numbers) / 128 + 1) / min(wanted[0].num_blocks, wanted[2].num_blocks)
     for tier, provided in zip(wanted, capacity.num_blocks, strict=True):
-        assert tier.num_blocks <= provided <= tier.num_blocks * 1.05 + 1
+        assert tier.num_blocks <= provided <= tier.num_blocks * (1 + excess) + 1
 
 
 def test_millions_of_blocks_take_little_memory() -> None:
