@@ -94,6 +94,7 @@ test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real 
 bench-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the benchmark on a real GPU, or a line that says it was skipped
 	@if problem=$$(PYTHONPATH=build/compiled $(BIN)/python -c "$$FIND_GPU"); then \
 	    PYTHONPATH=build/compiled $(BIN)/python bench --device cuda; \
+	    PYTHONPATH=build/compiled $(BIN)/python bench/device_costs.py; \
 	else \
 	    echo "bench-cuda: SKIPPED, no CUDA device here: $$problem"; \
 	fi

@@ -17,19 +17,15 @@ from typing import Any
 
 from tests.extras import cuda_standin_device as parts
 from tests.extras import cuda_standin_types as types
+from tests.extras.cuda_standin_memory import DEVICE_ALIAS, INVALID, OK, MemoryCalls
 from tests.extras.cuda_standin_types import (
     CUcontext,
     CUdevice,
     CUdevice_attribute,
     CUdeviceptr,
     CUevent,
-    CUmemAccessDesc,
-    CUmemAllocationGranularity_flags,
-    CUmemAllocationProp,
-    CUmemAllocationType,
     CUmemcpyAttributes,
     CUmemcpySrcAccessOrder,
-    CUmemGenericAllocationHandle,
     CUresult,
     CUstream,
     count_of,
@@ -38,11 +34,8 @@ from tests.extras.cuda_standin_types import (
     integer,
 )
 
-OK = CUresult.CUDA_SUCCESS
-INVALID = CUresult.CUDA_ERROR_INVALID_VALUE
 BAD_HANDLE = CUresult.CUDA_ERROR_INVALID_HANDLE
 
-DEVICE_ALIAS = 1 << 60  # host memory that cuMemHostAlloc gives has another address on the device: nobody may mix them up
 POLL_SECONDS = 0.0005  # how often a waiting stream looks at what it waits for
 CONTEXT = 0xC0000  # handle of device 0's primary context
 
@@ -63,7 +56,7 @@ class DynamicLibNotFoundError(RuntimeError):
     """What the real package raises when there is no driver library."""
 
 
-class StandIn:
+class StandIn(MemoryCalls):
     """The driver library, its devices and their memory."""
 
     def __init__(
@@ -79,28 +72,17 @@ class StandIn:
         memory: int = 1 << 30,
         pinnable: int = 1 << 30,
     ) -> None:
-        self.devices = devices
+        super().__init__(devices, granularity, memory, pinnable)
         self.version = version  # of the driver
         self.bindings = bindings  # what the bindings were made for
         self.library = library  # whether there is a driver library at all
         self.attributes = {102: 1, 110: int(rdma), 122: int(memory_operations)}
-        self.granularity = granularity
-        self.memory = memory  # bytes of device memory left
-        self.pinnable = pinnable  # bytes of host memory that may still be pinned
         self.calls: Counter[str] = Counter()  # how often each call was made
         self.faults: list[str] = []  # what went wrong inside queued work
         self.retained: Counter[int] = Counter()  # primary contexts, by device
         self._failures: dict[str, list[CUresult]] = {}
         self._initialised = False
         self._thread = threading.local()  # .contexts: the stack of current contexts; .in_callback
-        self._lock = threading.Lock()
-        self._next_handle = 0x1000
-        self._reservations: dict[int, int] = {}
-        self._chunks: dict[int, parts.Chunk] = {}
-        self._mappings: dict[int, int] = {}
-        self._accessible: dict[int, int] = {}  # those of the mappings that may be touched
-        self._registered: dict[int, int] = {}
-        self._pinned: dict[int, int] = {}
         self._streams: dict[int, parts.Stream] = {}
         self._default_streams: dict[int, parts.Stream] = {}  # by context
         self._ended: list[parts.Stream] = []
@@ -128,11 +110,11 @@ class StandIn:
     def held(self) -> list[str]:
         """What was taken and not given back, in words."""
         kinds: dict[str, dict[int, Any]] = {
-            "reservation": self._reservations,
-            "chunk": self._chunks,
-            "mapping": self._mappings,
-            "registration": self._registered,
-            "pinned": self._pinned,
+            "reservation": self.reservations,
+            "chunk": self.chunks,
+            "mapping": self.mappings,
+            "registration": self.registered,
+            "pinned": self.pinned,
             "stream": self._streams,
             "event": self._events,
             "context": dict(+self.retained),
@@ -180,11 +162,6 @@ class StandIn:
             self._thread.contexts = []
         stack: list[int] = self._thread.contexts
         return stack
-
-    def _handle(self) -> int:
-        with self._lock:
-            self._next_handle += 0x10
-            return self._next_handle
 
     # --- the library, the device, its context
 
@@ -255,140 +232,13 @@ class StandIn:
             stream.join()
         return (OK,)
 
-    # --- device memory
-
-    def cuMemGetAllocationGranularity(
-        self, prop: CUmemAllocationProp | None, option: CUmemAllocationGranularity_flags
-    ) -> tuple[CUresult, int | None]:
-        instance(prop, CUmemAllocationProp)
-        instance(option, CUmemAllocationGranularity_flags)
-        return OK, self.granularity
-
-    def cuMemAddressReserve(
-        self, size: int, alignment: int, addr: CUdeviceptr | int, flags: int
-    ) -> tuple[CUresult, CUdeviceptr | None]:
-        if count_of(size) % self.granularity or size == 0 or count_of(alignment) or integer(addr) or count_of(flags):
-            return INVALID, None
-        address = parts.reserve(size)
-        self._reservations[address] = size
-        return OK, CUdeviceptr(address)
-
-    def cuMemAddressFree(self, ptr: CUdeviceptr | int, size: int) -> tuple[CUresult]:
-        address = integer(ptr)
-        mapped = any(address <= at < address + size for at in self._mappings)
-        if self._reservations.get(address) != count_of(size) or mapped:
-            return (INVALID,)
-        del self._reservations[address]
-        parts.release(address, size)
-        return (OK,)
-
-    def cuMemCreate(
-        self, size: int, prop: CUmemAllocationProp | None, flags: int
-    ) -> tuple[CUresult, CUmemGenericAllocationHandle | None]:
-        instance(prop, CUmemAllocationProp)
-        assert prop is not None
-        pinned = prop.type == CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        here = prop.location.type == types.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE and prop.location.id < self.devices
-        if not pinned or not here or count_of(size) % self.granularity or size == 0 or count_of(flags):
-            return INVALID, None
-        if size > self.memory:
-            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
-        self.memory -= size
-        handle = self._handle()
-        self._chunks[handle] = parts.Chunk(size)
-        return OK, CUmemGenericAllocationHandle(handle)
-
-    def cuMemRelease(self, handle: CUmemGenericAllocationHandle | int) -> tuple[CUresult]:
-        chunk = self._chunks.pop(integer(handle), None)
-        if chunk is None:
-            return (INVALID,)
-        self.memory += chunk.nbytes
-        chunk.close()
-        return (OK,)
-
-    def cuMemMap(
-        self, ptr: CUdeviceptr | int, size: int, offset: int, handle: CUmemGenericAllocationHandle | int, flags: int
-    ) -> tuple[CUresult]:
-        address, chunk = integer(ptr), self._chunks.get(integer(handle))
-        if chunk is None or chunk.nbytes != count_of(size) or count_of(offset) or count_of(flags):
-            return (INVALID,)
-        inside = any(base <= address and address + size <= base + length for base, length in self._reservations.items())
-        free = all(address + size <= base or base + length <= address for base, length in self._mappings.items())
-        if not inside or not free:
-            return (INVALID,)
-        chunk.map(address)
-        self._mappings[address] = size
-        return (OK,)
-
-    def cuMemUnmap(self, ptr: CUdeviceptr | int, size: int) -> tuple[CUresult]:
-        address = integer(ptr)
-        if self._mappings.get(address) != count_of(size):
-            return (INVALID,)
-        del self._mappings[address]
-        self._accessible.pop(address, None)
-        parts.unmap(address, size)
-        return (OK,)
-
-    def cuMemSetAccess(
-        self, ptr: CUdeviceptr | int, size: int, desc: tuple[CUmemAccessDesc, ...] | list[CUmemAccessDesc] | None, count: int
-    ) -> tuple[CUresult]:
-        address = integer(ptr)
-        given = entries(desc, CUmemAccessDesc, count_of(count))
-        wanted = types.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        right = all(isinstance(one, CUmemAccessDesc) and one.flags == wanted and one.location.type == 1 for one in given)
-        if self._mappings.get(address) != count_of(size) or count != 1 or not right:
-            return (INVALID,)
-        parts.allow_access(address, size)
-        self._accessible[address] = size
-        return (OK,)
-
-    # --- host memory
-
-    def cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> tuple[CUresult]:
-        address = integer(p)
-        if count_of(bytesize) == 0 or count_of(Flags) != 3:
-            return (INVALID,)
-        if any(address < base + length and base < address + bytesize for base, length in self._registered.items()):
-            return (CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
-        if bytesize > self.pinnable:
-            return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
-        self.pinnable -= bytesize
-        self._registered[address] = bytesize
-        return (OK,)
-
-    def cuMemHostUnregister(self, p: int) -> tuple[CUresult]:
-        nbytes = self._registered.pop(integer(p), None)
-        if nbytes is None:
-            return (CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
-        self.pinnable += nbytes
-        return (OK,)
-
-    def cuMemHostAlloc(self, bytesize: int, Flags: int) -> tuple[CUresult, int | None]:
-        if count_of(bytesize) == 0 or count_of(Flags) != 3:
-            return INVALID, None
-        address = parts.pinned(bytesize)
-        self._pinned[address] = bytesize
-        return OK, address
-
-    def cuMemFreeHost(self, p: int) -> tuple[CUresult]:
-        nbytes = self._pinned.pop(integer(p), None)
-        if nbytes is None:
-            return (INVALID,)
-        parts.release(p, nbytes)
-        return (OK,)
-
-    def cuMemHostGetDevicePointer(self, p: int, Flags: int) -> tuple[CUresult, CUdeviceptr | None]:
-        if integer(p) not in self._pinned or count_of(Flags):
-            return INVALID, None
-        return OK, CUdeviceptr(p + DEVICE_ALIAS)
-
     # --- streams and events
 
     def _stream(self, handle: CUstream | int) -> parts.Stream | None:
         if integer(handle) not in (0, 1):
             return self._streams.get(integer(handle))
         context = self._contexts()[-1]
-        with self._lock:
+        with self.lock:
             if context not in self._default_streams:
                 self._default_streams[context] = parts.Stream(context, self.faults.append)
             return self._default_streams[context]
@@ -396,7 +246,7 @@ class StandIn:
     def cuStreamCreate(self, Flags: int) -> tuple[CUresult, CUstream | None]:
         if count_of(Flags) != 1:
             return INVALID, None
-        handle = self._handle()
+        handle = self.new_handle()
         self._streams[handle] = parts.Stream(self._contexts()[-1], self.faults.append)
         return OK, CUstream(handle)
 
@@ -426,7 +276,7 @@ class StandIn:
             return (CUresult.CUDA_ERROR_NOT_SUPPORTED,)
         if found is None:
             return (BAD_HANDLE,)
-        if count_of(flags) or not any(base <= address < base + length for base, length in self._pinned.items()) or address % 4:
+        if count_of(flags) or not any(base <= address < base + length for base, length in self.pinned.items()) or address % 4:
             return (INVALID,)
         word, target = ctypes.c_uint32.from_address(address), count_of(value)
         found.queue(lambda: self._stand(lambda: ctypes.c_int32(word.value - target).value >= 0))
@@ -435,7 +285,7 @@ class StandIn:
     def cuEventCreate(self, Flags: int) -> tuple[CUresult, CUevent | None]:
         if count_of(Flags) & ~3:
             return INVALID, None
-        handle = self._handle()
+        handle = self.new_handle()
         self._events[handle] = parts.Event(self._contexts()[-1])
         return OK, CUevent(handle)
 
@@ -464,20 +314,9 @@ class StandIn:
 
     # --- work
 
-    def _reachable(self, address: int, nbytes: int) -> bool:
-        """Whether device or pinned memory covers a range, across neighbouring mappings."""
-        at = address
-        tables = (self._accessible, self._registered, self._pinned)
-        while at < address + nbytes:
-            ends = [base + length for table in tables for base, length in list(table.items()) if base <= at < base + length]
-            if not ends:
-                return False
-            at = max(ends)
-        return True
-
     def _move(self, copies: list[tuple[int, int, int]]) -> None:
         for destination, source, nbytes in reversed(copies):  # a batch has no order; this is one that nobody expects
-            if not self._reachable(destination, nbytes) or not self._reachable(source, nbytes):
+            if not self.reachable(destination, nbytes) or not self.reachable(source, nbytes):
                 raise RuntimeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x} ran when its memory was gone")
             ctypes.memmove(destination, source, nbytes)
 
@@ -485,7 +324,7 @@ class StandIn:
         if stream is None:
             return BAD_HANDLE
         for destination, source, nbytes in copies:
-            if not self._reachable(destination, nbytes) or not self._reachable(source, nbytes):
+            if not self.reachable(destination, nbytes) or not self.reachable(source, nbytes):
                 return INVALID
         stream.queue(lambda: self._move(copies))
         return OK
