@@ -290,6 +290,17 @@ class KVCache:
             conclude(self._shared)
         return done
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every page that the next step reads is on the GPU with its bytes in place, so that no stream will wait for a
+        load.
+
+        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks.
+        """
+        with self._shared.lock:
+            tidy(self._shared)
+            return residency.is_loaded(self._state)
+
     def close(self) -> None:
         """End of the request: what was committed stays cached, all else is given up. Idempotent, from any state."""
         if self._state.status == CLOSED:
@@ -378,7 +389,7 @@ class KVCache:
 
     @property
     def has_scratch_slots(self) -> bool:
-        return any(len(lane.scratch) > 0 for lane in self._state.lanes)
+        return self._state.holds_scratch()
 
     @property
     def enable_swa_scratch_reuse(self) -> bool:

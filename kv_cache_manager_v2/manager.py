@@ -33,7 +33,7 @@ from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
-from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
+from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence import residency
 from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
@@ -125,7 +125,7 @@ class KVCacheManager(ManagerViews):
             raise ConfigError(f"id {id} is out of range: it must be in 0..2**64-1, or None")
         plain = self._text_only(text_only)
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
-        tokens = pack(input_tokens, plain) if input_tokens is not None else None
+        tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest
         shared = self._shared
         layout = shared.layout
         with shared.lock:
@@ -147,7 +147,7 @@ class KVCacheManager(ManagerViews):
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
         meanwhile."""
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
-        packed = pack(tokens, self._config.text_only)
+        packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_reuse()")
             return self._match(scope, packed).num_tokens
@@ -158,7 +158,7 @@ class KVCacheManager(ManagerViews):
         None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
         """
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
-        packed = pack(tokens, self._config.text_only)
+        packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_first_new_block_key()")
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))

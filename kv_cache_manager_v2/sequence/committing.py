@@ -8,7 +8,7 @@ first is adopted in place, and a snapshot that finds no room is skipped.
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, Point
+from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, PageStatus, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, Block
 from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
@@ -191,6 +191,7 @@ def _snapshot(state: SequenceState) -> None:
             present = block.pages[lane.index]
             if page is None or (present is not None and present.coverage >= covered):
                 continue
+            _make_way(state, block, lane.index, covered)
             copy = hierarchy.try_copy(page, page.priority, state.stream)
             if copy is not None and not shared.tree.install(block, copy, covered):
                 hierarchy.orphan(copy)
@@ -199,11 +200,21 @@ def _snapshot(state: SequenceState) -> None:
     if recurrence is not None:
         coverage = covered if covered > 0 else state.tokens_per_block
         priority = state.page_priority(block.ordinal, recurrence.life_cycle)
+        _make_way(state, block, recurrence.index, coverage)
         copy = recurrence.snapshot(hierarchy, block, coverage, priority, state.stream)
         if copy is not None and not shared.tree.install(block, copy, coverage):
             hierarchy.orphan(copy)
     if covered > 0:
         shared.tree.unpin(block)  # leaves the tree again if no page found room
+
+
+def _make_way(state: SequenceState, block: Block, index: int, coverage: int) -> None:
+    """With no free slot left, drop the narrower page that the next one of this block replaces, rather than some other page."""
+    old = block.pages[index]
+    if old is None or old.coverage >= coverage or old.status() != PageStatus.DROPPABLE or old.plans > 0:
+        return
+    if state.shared.hierarchy.free(old.level, old.pool_group) == 0:
+        state.shared.tree.drop_page(old)
 
 
 def _insert_tail(state: SequenceState) -> Block:

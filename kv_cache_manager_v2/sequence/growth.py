@@ -20,7 +20,7 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
         and capacity >= state.history
         and state.status == ACTIVE
         and state.provision is None
-        and not state.scratch
+        and (not state.scratch or (capacity < state.scratch_from and not state.holds_scratch()))
     ):
         state.capacity = capacity
         state.capacity_sum += capacity

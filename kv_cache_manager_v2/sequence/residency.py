@@ -148,6 +148,8 @@ def resume(state: SequenceState) -> bool:
     need = scratch.missing(state, spans)
     _add_slots_to_start(state, need)
     shortage = hierarchy.acquire(need, pages)
+    if shortage is not None and shortage.permanent and _may_claim_tail(state):
+        shortage = _claim_tail(state, need, pages)
     if shortage is not None:
         state.last_shortage = shortage
         return False
@@ -167,6 +169,37 @@ def resume(state: SequenceState) -> bool:
         shared.ledger.resumed += 1
     state.started = True
     return True
+
+
+def _may_claim_tail(state: SequenceState) -> bool:
+    """Whether the partly matched last block is cached for nobody but us."""
+    if not state.borrowed_tail:
+        return False
+    for lane in state.lanes:
+        source = lane.pages[-1]
+        if source is not None and (source.holds > 1 or source.locks > 0):
+            return False
+    return True
+
+
+def _claim_tail(state: SequenceState, need: list[int], pages: list[Page]) -> Shortage | None:
+    """Take the partly matched last block out of the tree instead of copying it: there is no room for both, and never will be.
+
+    On a Shortage nothing has changed.
+    """
+    less = list(need)
+    for lane in state.lanes:
+        if lane.pages[-1] is not None:
+            less[lane.pool_group] -= 1
+    shortage = state.shared.hierarchy.acquire(less, pages)
+    if shortage is not None:
+        return shortage
+    for lane in state.lanes:
+        source = lane.pages[-1]
+        if source is not None:
+            state.shared.tree.drop_page(source)
+    state.borrowed_tail = False
+    return None
 
 
 def _closed_gate(shared: Shared) -> Shortage | None:
@@ -280,6 +313,15 @@ def suspend(state: SequenceState) -> None:
     state.status = SUSPENDED
     if shared.ledger.enabled and not state.excluded():
         shared.ledger.suspended += 1
+
+
+def is_loaded(state: SequenceState) -> bool:
+    """Whether every live page is on the GPU with its bytes in place: a stream that resumes now waits for nothing. Never blocks."""
+    shared = state.shared
+    for page in live_pages(state):
+        if page.level != GPU_LEVEL or page.transfers > 0 or not shared.timeline.done(page.ready):
+            return False
+    return True
 
 
 def prefetch(state: SequenceState, level: int) -> bool:

@@ -69,7 +69,7 @@ def give_back_all(state: SequenceState, point: Point) -> None:
 def check_capacity_change(state: SequenceState, history: int) -> None:
     """Raise LogicError if blocks that lie in scratch now would have to become pages: their bytes are gone."""
     least = max(0, state.capacity - state.shared.max_rewind)
-    if state.scratch and not least <= history:
+    if state.holds_scratch() and not least <= history:
         raise LogicError(
             f"with scratch reuse the capacity can change only once the history has reached {least} (capacity {state.capacity} less "
             f"max_rewind_len {state.shared.max_rewind}); it is {history}: advance it first, or in the same step"
@@ -99,3 +99,4 @@ def switch(state: SequenceState, on: bool) -> None:
             "advance the history first"
         )
     state.scratch = on
+    state.set_history(state.history)

@@ -181,6 +181,7 @@ class SequenceState:
         self.num_blocks = 0
         self.steady_above = 0  # a capacity in (steady_above, steady_to] needs exactly num_blocks blocks
         self.steady_to = 0
+        self.scratch_from = NEVER  # smallest capacity at which some lane needs scratch slots, at this history or a later one
         self.next_stale = NEVER  # smallest history at which some window's stale range grows
         # pages
         self.lanes: list[Lane] = [Lane(shared.life_cycles[index], shared.pool_group_of[index]) for index in shared.attention]
@@ -247,6 +248,21 @@ class SequenceState:
             if change < soonest:
                 soonest = change
         self.next_stale = soonest
+        self.scratch_from = self._scratch_from(history) if self.scratch else NEVER
+
+    def _scratch_from(self, history: int) -> int:
+        """See `scratch_from`: stale(capacity - rewind) must reach beyond the block in which the history ends."""
+        block = -(-history // self.tokens_per_block)
+        least = NEVER
+        for lane in self.main_lanes:
+            window = lane.life_cycle.window_size
+            if window is not None:
+                first = max(block, lane.life_cycle.num_sink_blocks) + 1
+                least = min(least, first * self.tokens_per_block + window - 1 + self.shared.max_rewind)
+        return least
+
+    def holds_scratch(self) -> bool:
+        return any(lane.scratch for lane in self.main_lanes)
 
     def sample(self) -> None:
         """Add the present lengths to the request's means, which guide the split of the memory: once per resize."""

@@ -1,0 +1,95 @@
+"""Where a request's pages are: the corners that the acceptance list does not reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_cache_manager_v2 import GPU_LEVEL
+from tests.manager.helpers import GPU, HOST, Kind, Rig, small, toks
+
+
+@pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0))])
+def test_a_match_that_fills_the_gpu_takes_its_last_block_instead_of_copying_it(kinds: tuple[Kind, ...]) -> None:
+    """15 cached tokens in 4 slots: source and private copy of the last block never fit side by side, so the block leaves the tree."""
+    slots = 4 if len(kinds) == 1 else 7  # the window needs two of its blocks at the end, three on the way
+    with Rig(small(slots, kinds=kinds)) as rig:
+        rig.seed(toks(0, 15), chunk=4)
+        request = rig.start(toks(0, 15))
+        assert len(request.tokens) == 15
+        assert rig.probe(toks(0, 15)) == 12, "the last block is the request's own now"
+        assert request.advance(toks(15, 16))
+        request.check()
+        request.close()
+        assert rig.probe(toks(0, 16)) == 16
+
+
+def test_a_last_block_that_somebody_else_holds_is_not_taken() -> None:
+    """Two requests matched the same full GPU: neither may take the other's page, and the refusal changes nothing."""
+    with Rig(small(4)) as rig:
+        rig.seed(toks(0, 15))
+        first, second = rig.create(toks(0, 15)), rig.create(toks(0, 15))
+        assert first.resume(rig.stream) is False
+        assert first.last_shortage is not None
+        assert first.last_shortage.permanent
+        assert rig.probe(toks(0, 15)) == 15
+        second.close()
+        assert first.resume(rig.stream)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_is_loaded_says_whether_a_resume_would_wait(seed: int, tmp_path: object) -> None:
+    """After prefetch(GPU_LEVEL) a cache is loaded once its pages' bytes have arrived; asking never waits for them."""
+    with Rig(small(4, host_slots=4, disk=(str(tmp_path), 8)), schedule="random", seed=seed) as rig:
+        rig.seed(toks(0, 16))
+        rig.seed(toks(100, 116))
+        rig.seed(toks(200, 216))
+        cache = rig.create(toks(0, 16))
+        assert cache.num_committed_tokens == 16
+        assert not cache.is_loaded
+        assert cache.prefetch(GPU_LEVEL)
+        rig.driver.synchronize()
+        assert cache.is_loaded
+        assert cache.resume(rig.stream)
+
+
+def test_is_loaded_waits_behind_a_closed_gate() -> None:
+    """A page whose slot still has a writer in front of it is not loaded."""
+    with Rig(small(4, host_slots=4)) as rig:
+        rig.seed(toks(0, 16))
+        blocker = rig.start()
+        assert blocker.cache.resize(16)
+        gate = rig.driver.gate(rig.stream)
+        blocker.close()
+        cache = rig.create(toks(0, 16))
+        assert cache.prefetch(GPU)
+        assert not cache.is_loaded
+        gate.open()
+        rig.driver.synchronize()
+        assert cache.is_loaded
+
+
+def test_a_wider_snapshot_takes_the_slot_of_the_one_that_it_replaces() -> None:
+    """Every slot is taken when the endpoint moves from 2 to 3 in one block: it replaces its own pages, not another prompt's."""
+    with Rig(small(12, kinds=("full", "ssm"))) as rig:
+        rig.seed(toks(100, 104))
+        request = rig.start()
+        assert request.advance(toks(0, 2))
+        free = rig.counts().free
+        waste = rig.take(free - 1)  # every slot left: one more is the state of the taker
+        assert request.advance(toks(2, 3))
+        assert rig.probe(toks(100, 104)) == 4, "the endpoint of the other prompt is still there"
+        assert rig.probe(toks(0, 3)) == 3
+        waste.close()
+        request.close()
+
+
+def test_prefetch_to_the_level_where_everything_is_changes_nothing() -> None:
+    """Pages on the level asked for stay; a False never comes of it."""
+    with Rig(small(4, host_slots=4)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 8))
+        request.suspend()
+        before = rig.manager.movement.pages_moved(0, 1)
+        assert request.cache.prefetch(HOST)
+        assert request.cache.prefetch(GPU)
+        assert rig.manager.movement.pages_moved(0, 1) == before
