@@ -31,7 +31,8 @@ Replays a request trace through the KV-cache manager on the emulated device (no 
 tokens are given pages, and the whole prompt is committed for later requests. Reports the tokens found in the cache, over the
 whole trace and over its last half of requests, by tier; the pages moved and dropped; suspensions; and the time it took."""
 EPILOG: Final = """\
-Sizes are given in blocks, or in GiB with --bytes-per-token. Without --gpu-blocks and --gpu-gib, the GPU tier is as large as the
+Sizes are given in blocks, or in GiB with --bytes-per-token; where several tiers cannot all be exact, some come out slightly
+larger, and the report says what was provided. Without --gpu-blocks and --gpu-gib, the GPU tier is as large as the
 trace can ever use, which shows the most that any cache could find. A request that does not fit an empty cache is counted
 as skipped, and as a miss. Exit status: 0, or 1 if --verify found a page with wrong contents, or 2 for a mistake in the
 options or the trace."""
