@@ -85,7 +85,6 @@ class _Plane:
             self.columns: Indices = np.arange(self.words)
         else:
             self.columns = np.concatenate([np.arange(FULL_WORDS), np.arange(self.words - FULL_WORDS, self.words)])
-        self.is_token = self.columns % 4 == 0
 
     def memory(self) -> Words:
         """The pool as (page, token, word), through this buffer's base address."""
@@ -104,12 +103,12 @@ class _Plane:
             )
         return self._memory
 
-    def pattern(self, words: Words, beam: int) -> Words:
-        """What the columns of these tokens hold: (token, column)."""
+    def pattern(self, words: Words, writers: Words) -> Words:
+        """What the columns of these tokens hold: (token, column). `writers`: the beam that wrote each."""
         result = np.empty((len(words), len(self.columns)), np.uint32)
-        rest = np.array([0, self.layer_id, self.number, beam], np.uint32)[self.columns % 4]
-        result[:] = rest
-        result[:, self.is_token] = words[:, None]
+        result[:] = np.array([0, self.layer_id, self.number, 0], np.uint32)[self.columns % 4]
+        result[:, self.columns % 4 == 0] = words[:, None]
+        result[:, self.columns % 4 == 3] = writers[:, None]
         return result
 
     def describe(self) -> str:
@@ -143,13 +142,16 @@ class FakeEngine:
         history: Sequence[Token],
         beam: int = 0,
         checked: Sequence[int] | None = None,
+        writers: Sequence[int] | None = None,
     ) -> None:
         """Queue one forward pass on the cache's stream: layer by layer, check the history, then write the inputs behind it.
 
         No inputs: check only. `checked` limits the checks, not the writes, to some layers: for long sequences of many layers.
+        `writers` names the beam that wrote each token of the history: by default this one. A recurrent state is its last one's.
         """
         old = words_of(history)
         new = words_of(inputs)
+        by = np.full(len(old), beam, np.uint32) if writers is None else np.array(writers, np.uint32)
         tasks = []
         for plane in self.planes:
             if plane.recurrent:
@@ -163,11 +165,11 @@ class FakeEngine:
             group: list[tuple[_Plane, Indices]] = []
             for plane, pages in tasks:
                 if plane.layer_id != layer:
-                    self._run_layer(group, old, new, beam, name, checked)
+                    self._run_layer(group, old, new, by, beam, name, checked)
                     group = []
                     layer = plane.layer_id
                 group.append((plane, pages))
-            self._run_layer(group, old, new, beam, name, checked)
+            self._run_layer(group, old, new, by, beam, name, checked)
 
         self.driver.launch(cache.cuda_stream, kernel)
 
@@ -186,6 +188,8 @@ class FakeEngine:
     def _pages(self, cache: KVCache, plane: _Plane, old: int, new: int, beam: int) -> Indices:
         """The page index of each of the buffer's own pages; complains about indices that break the window's rule."""
         base = base_indices(cache, plane.group, beam)
+        if beam > 0:  # what is BAD for a further beam is shared with beam 0
+            base = np.where(base == BAD_PAGE_INDEX, base_indices(cache, plane.group), base)
         if cache.history_length == old:
             self._check_window(cache, plane, base, old)
         scratch = cache.get_scratch_desc(plane.group) if plane.mode is PageIndexMode.PER_LAYER else None
@@ -224,6 +228,7 @@ class FakeEngine:
         group: list[tuple[_Plane, Indices]],
         old: Words,
         new: Words,
+        writers: Words,
         beam: int,
         name: str,
         checked: Sequence[int] | None,
@@ -232,9 +237,9 @@ class FakeEngine:
             if checked is not None and plane.layer_id not in checked:
                 continue
             if plane.recurrent:
-                self._check_state(plane, pages, old, beam, name)
+                self._check_state(plane, pages, old, writers[-1:], name)
             else:
-                self._check_tokens(plane, pages, old, beam, name)
+                self._check_tokens(plane, pages, 0, old, writers, name)
         if len(new) == 0:
             return
         for plane, pages in group:
@@ -242,44 +247,49 @@ class FakeEngine:
                 self._write_state(plane, pages, np.concatenate([old, new]), beam)
             else:
                 self._write_tokens(plane, pages, len(old), new, beam)
+        for plane, pages in group:
+            if not plane.recurrent and plane.mode is PageIndexMode.PER_LAYER:  # what shares slots must not share bytes in a layer
+                self._check_tokens(plane, pages, len(old), new, np.full(len(new), beam, np.uint32), name)
 
-    def _check_tokens(self, plane: _Plane, pages: Indices, old: Words, beam: int, name: str) -> None:
+    def _check_tokens(self, plane: _Plane, pages: Indices, first: int, tokens: Words, writers: Words, name: str) -> None:
         size = plane.tokens_per_page
-        position = np.arange(len(old))
+        position = np.arange(first, first + len(tokens))
         page = pages[position // size]
         mapped = np.nonzero(page != BAD_PAGE_INDEX)[0]
         if len(mapped) == 0:
             return
-        found = plane.memory()[page[mapped, None], (mapped % size)[:, None], plane.columns]
-        expected = plane.pattern(old[mapped], beam)
+        found = plane.memory()[page[mapped, None], (position[mapped] % size)[:, None], plane.columns]
+        expected = plane.pattern(tokens[mapped], writers[mapped])
         self.tokens_checked += len(mapped)
         if not np.array_equal(found, expected):
             bad = np.nonzero((found != expected).any(axis=1))[0]
             at = int(bad[0])
             column = int(np.nonzero(found[at] != expected[at])[0][0])
             self.errors.append(
-                f"{name}, {plane.describe()}, beam {beam}: {len(bad)} of {len(mapped)} tokens wrong, the first at position "
-                f"{int(mapped[at])} (page {int(page[mapped[at]])}): word {int(plane.columns[column])} is {int(found[at, column])}, "
+                f"{name}, {plane.describe()}: {len(bad)} of {len(mapped)} tokens wrong, the first at position "
+                f"{int(position[mapped[at]])} (page {int(page[mapped[at]])}): word {int(plane.columns[column])} is {int(found[at, column])}, "
                 f"not {int(expected[at, column])}"
             )
 
     def _write_tokens(self, plane: _Plane, pages: Indices, first: int, new: Words, beam: int) -> None:
         size = plane.tokens_per_page
         position = np.arange(first, first + len(new))
-        plane.memory()[pages[position // size][:, None], (position % size)[:, None], plane.columns] = plane.pattern(new, beam)
+        plane.memory()[pages[position // size][:, None], (position % size)[:, None], plane.columns] = plane.pattern(
+            new, np.full(len(new), beam, np.uint32)
+        )
         self.tokens_written += len(new)
 
-    def _check_state(self, plane: _Plane, pages: Indices, old: Words, beam: int, name: str) -> None:
+    def _check_state(self, plane: _Plane, pages: Indices, old: Words, writer: Words, name: str) -> None:
         if len(old) == 0:
             return
         found = plane.memory()[int(pages[0]), 0, plane.columns]
-        expected = plane.pattern(_fingerprint(old), beam)[0]
+        expected = plane.pattern(_fingerprint(old), writer)[0]
         self.tokens_checked += 1
         if not np.array_equal(found, expected):
-            self.errors.append(f"{name}, {plane.describe()}, beam {beam}: the state is not that of {len(old)} tokens")
+            self.errors.append(f"{name}, {plane.describe()}: the state is not that of {len(old)} tokens")
 
     def _write_state(self, plane: _Plane, pages: Indices, tokens: Words, beam: int) -> None:
-        plane.memory()[int(pages[0]), 0, plane.columns] = plane.pattern(_fingerprint(tokens), beam)[0]
+        plane.memory()[int(pages[0]), 0, plane.columns] = plane.pattern(_fingerprint(tokens), np.array([beam], np.uint32))[0]
         self.tokens_written += 1
 
 

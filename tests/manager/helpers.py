@@ -140,6 +140,38 @@ def small(
     )
 
 
+def hybrid(
+    states: int,
+    blocks: int,
+    *,
+    tokens_per_block: int = 4,
+    kinds: Sequence[Kind] = ("full",),
+    host_slots: int = 0,
+    partial: bool = True,
+    backoff: int = 0,
+) -> KVCacheManagerConfig:
+    """Attention layers of one pool group of so many blocks, and a recurrent layer of so many states: a grain of GPU memory each.
+
+    The host, if any, has at least `host_slots` slots of each.
+    """
+    assert states != blocks, "equal slots would share a pool group"
+    sizes = slot_size(blocks, tokens_per_block), slot_size(states, tokens_per_block)
+    layers = [*layers_of(kinds, sizes[0]), ssm(len(kinds), sizes[1])]
+    tiers: list[CacheTierConfig] = [GpuCacheTierConfig(2 * GRAIN)]
+    if host_slots > 0:
+        tiers.append(HostCacheTierConfig(2 * host_slots * max(sizes)))
+    groups = len(set(kinds))
+    return model(
+        layers,
+        tokens_per_block=tokens_per_block,
+        tiers=tiers,
+        max_util=1.0,
+        partial=partial,
+        backoff=backoff,
+        ratio=[0.5 / groups] * groups + [0.5],
+    )
+
+
 def model(
     layers: Sequence[LayerConfig],
     *,

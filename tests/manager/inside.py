@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kv_cache_manager_v2 import KVCacheManager, ReuseScope
+from kv_cache_manager_v2 import KVCache, KVCacheManager, ReuseScope
+from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import Block
 from kv_cache_manager_v2.storage.page import Page
 
@@ -91,3 +92,37 @@ def pages_by_level(manager: KVCacheManager, tokens: Sequence[int | bytes], layer
         page = block.pages[layer_group]
         found.append(-1 if page is None else page.level)
     return found
+
+
+class Depths(NamedTuple):
+    """How far a prompt matches: reused <= before_hybrid <= divergence <= lookup."""
+
+    reused: int
+    before_hybrid: int  # without asking for snapshots of recurrent state
+    divergence: int  # longest common beginning with anything cached
+    lookup: int
+
+
+def depths(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> Depths:
+    found = manager._match(scope if scope is not None else ReuseScope(), pack(list(tokens)))
+    return Depths(found.num_tokens, found.before_hybrid, found.divergence, found.num_lookup_tokens)
+
+
+def state_page(cache: KVCache) -> Page | None:
+    """The page of a cache's live recurrent state."""
+    recurrence = cache._state.recurrence
+    return None if recurrence is None else recurrence.page
+
+
+def drop(manager: KVCacheManager, page: Page | None) -> None:
+    """Lose a page, as if it had been evicted."""
+    assert page is not None
+    manager._shared.tree.drop_page(page)
+
+
+def narrow(manager: KVCacheManager, block: Block, page: Page | None) -> None:
+    """Let a page cover one token less of its block."""
+    assert page is not None
+    page.coverage -= 1
+    manager._shared.tree.hide(block)  # both recount what the block's pages are good for
+    manager._shared.tree.show(block)

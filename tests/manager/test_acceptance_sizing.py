@@ -204,6 +204,7 @@ def run_batch(rig: Rig, count: int, length: int, system_prompt: int) -> None:
     for number, request in enumerate(requests):
         base = 10_000 * (number + 1)
         request.write(toks(base, base + length - shared))
+        request.cache.history_length = length
         request.check()
         request.close()
 
