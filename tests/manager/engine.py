@@ -265,10 +265,10 @@ class FakeEngine:
             bad = np.nonzero((found != expected).any(axis=1))[0]
             at = int(bad[0])
             column = int(np.nonzero(found[at] != expected[at])[0][0])
+            where = f"position {int(position[mapped[at]])} (page {int(page[mapped[at]])}), word {int(plane.columns[column])}"
             self.errors.append(
-                f"{name}, {plane.describe()}: {len(bad)} of {len(mapped)} tokens wrong, the first at position "
-                f"{int(position[mapped[at]])} (page {int(page[mapped[at]])}): word {int(plane.columns[column])} is {int(found[at, column])}, "
-                f"not {int(expected[at, column])}"
+                f"{name}, {plane.describe()}: {len(bad)} of {len(mapped)} tokens wrong, the first at {where}: "
+                f"{int(found[at, column])}, not {int(expected[at, column])}"
             )
 
     def _write_tokens(self, plane: _Plane, pages: Indices, first: int, new: Words, beam: int) -> None:

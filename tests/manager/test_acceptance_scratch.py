@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, LayerId, PageIndexMode
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, KVCache, LayerId, PageIndexMode
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import min_slots, size_levels
 from tests.manager import inside
@@ -18,6 +18,11 @@ from tests.manager.test_acceptance_sizing import exact, run_batch
 def windows(count: int, window: int, rewind: int = 0, gpu: int = 8 * MIB, size: int = 2 * KIB) -> Rig:
     """So many layers of one window, with scratch reuse."""
     return Rig(model([attention(layer, size, window=window) for layer in range(count)], gpu=gpu, scratch_rewind=rewind))
+
+
+def scratch_held(cache: KVCache) -> bool:
+    """Whether it has scratch slots now."""
+    return cache.has_scratch_slots
 
 
 def span(request: Request, layer: int = 0) -> tuple[int, int]:
@@ -64,14 +69,14 @@ def test_toggle(schedule: str) -> None:
         request = rig.start()
         cache = request.cache
         assert cache.resize(256)
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         with pytest.raises(ValueError, match="scratch blocks are needed"):
             cache.enable_swa_scratch_reuse = False
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         assert cache.enable_swa_scratch_reuse
         request.write(toks(0, 256))
         cache.commit(toks(0, 256))
-        assert not cache.has_scratch_slots
+        assert not scratch_held(cache)
         cache.enable_swa_scratch_reuse = False
         cache.capacity = 257
         request.write(toks(256, 257))
@@ -80,7 +85,7 @@ def test_toggle(schedule: str) -> None:
         assert rig.blocks_mapped(cache)[-1] == 8
         cache.enable_swa_scratch_reuse = True
         assert cache.resize(513, 257)
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         request.write(toks(257, 513))
         cache.commit(toks(257, 513))
         request.check()
@@ -115,7 +120,7 @@ def test_slot_count() -> None:
         assert cache.supports_index_mode(PageIndexMode.PER_LAYER)
         request.write(tokens)
         cache.commit(tokens)
-        assert not cache.has_scratch_slots
+        assert not scratch_held(cache)
         assert cache.supports_index_mode(PageIndexMode.SHARED)
         request.check()
         request.close()
@@ -163,10 +168,10 @@ def test_ranges_follow_the_chunks(rewind: int, first: tuple[int, int], second: t
         assert cache.resize(256)
         assert (span(request, 0), span(request, 1)) == (first, (0, 0))
         request.suspend()
-        assert not cache.has_scratch_slots
+        assert not scratch_held(cache)
         assert request.resume()
         assert span(request, 0) == first
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         request.write(tokens[:256])
         cache.commit(tokens[:256])
         assert span(request, 0) == (0, 0)
@@ -246,7 +251,7 @@ def test_case_021_giving_back_capacity_that_is_scratch(smaller: int) -> None:
         request = rig.start()
         cache = request.cache
         assert cache.resize(64, 0)
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         taken = free - rig.counts().free
         before = (cache.capacity, span(request), rig.indices(cache))
         try:
@@ -255,11 +260,11 @@ def test_case_021_giving_back_capacity_that_is_scratch(smaller: int) -> None:
             assert (cache.capacity, span(request), rig.indices(cache)) == before
         rig.manager.check_invariants()
         request.suspend()
-        assert not cache.has_scratch_slots
+        assert not scratch_held(cache)
         assert request.resume()
         if cache.capacity != 64:
             assert cache.resize(64, 0)
-        assert cache.has_scratch_slots
+        assert scratch_held(cache)
         assert rig.counts().free == free - taken
         request.write(toks(0, 64))
         cache.commit(toks(0, 64))
