@@ -306,7 +306,7 @@ def _tensor_words(tensor: Any) -> bytes | None:
             return None
         raise ConfigError(f"tokens are a tensor of {kind}: must hold 32 or 64-bit integers")
     if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+        return _tensor_words(tensor.contiguous())  # an argument outlives the read; compiled, a local ends with data_ptr()
     count: int = tensor.numel()
     address: int = tensor.data_ptr()
     if kind.endswith("32"):
