@@ -257,7 +257,8 @@ class RadixTree:
     def install(self, block: Block, page: Page, coverage: int) -> bool:
         """Give a block a page that is good for `coverage` of its tokens, unless it has one as good; whether it took it.
 
-        A narrower one is orphaned. A block that left the tree takes nothing.
+        A narrower one is orphaned; a page that has become wider in place may be installed again. A block that left the tree takes
+        nothing.
         """
         if not block.attached:
             return False
@@ -267,7 +268,7 @@ class RadixTree:
             return False
         block.pages = _with_page(block.pages, page.life_cycle, page)
         self.keeper.adopt(page, block, coverage)
-        if old is not None:
+        if old is not None and old is not page:
             self.keeper.orphan(old)
         self._recount(block)
         if self.listener is not None:

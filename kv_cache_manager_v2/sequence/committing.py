@@ -7,8 +7,8 @@ first is adopted in place, and a snapshot that finds no room is skipped.
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, PageStatus, Point
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
+from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, Block
 from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
@@ -177,7 +177,6 @@ def _release_stale(state: SequenceState, first: int, last: int) -> None:
 def _snapshot(state: SequenceState) -> None:
     """Copy into the tree what a later request needs to start at exactly this length: the live partial block, and the SSM state."""
     shared = state.shared
-    hierarchy = shared.hierarchy
     covered = state.tail_length()
     block = state.tip
     if not _parent(state).attached:
@@ -188,33 +187,43 @@ def _snapshot(state: SequenceState) -> None:
         block = _insert_tail(state)
         for lane in state.main_lanes:
             page = lane.pages[len(state.block_tokens)]
-            present = block.pages[lane.index]
-            if page is None or (present is not None and present.coverage >= covered):
-                continue
-            _make_way(state, block, lane.index, covered)
-            copy = hierarchy.try_copy(page, page.priority, state.stream)
-            if copy is not None and not shared.tree.install(block, copy, covered):
-                hierarchy.orphan(copy)
+            if page is not None and _is_narrower(block.pages[lane.index], covered):
+                _copy_page(state, block, page, covered, page.priority)
     assert block is not None, "something has been committed"
     recurrence = state.recurrence
-    if recurrence is not None:
+    if recurrence is not None and recurrence.page is not None:
         coverage = covered if covered > 0 else state.tokens_per_block
-        priority = state.page_priority(block.ordinal, recurrence.life_cycle)
-        _make_way(state, block, recurrence.index, coverage)
-        copy = recurrence.snapshot(hierarchy, block, coverage, priority, state.stream)
-        if copy is not None and not shared.tree.install(block, copy, coverage):
-            hierarchy.orphan(copy)
+        if _is_narrower(block.pages[recurrence.index], coverage):
+            priority = state.page_priority(block.ordinal, recurrence.life_cycle)
+            if not _copy_page(state, block, recurrence.page, coverage, priority):
+                recurrence.skipped += 1
     if covered > 0:
         shared.tree.unpin(block)  # leaves the tree again if no page found room
 
 
-def _make_way(state: SequenceState, block: Block, index: int, coverage: int) -> None:
-    """With no free slot left, drop the narrower page that the next one of this block replaces, rather than some other page."""
-    old = block.pages[index]
-    if old is None or old.coverage >= coverage or old.status() != PageStatus.DROPPABLE or old.plans > 0:
-        return
-    if state.shared.hierarchy.free(old.level, old.pool_group) == 0:
-        state.shared.tree.drop_page(old)
+def _is_narrower(page: Page | None, coverage: int) -> bool:
+    """Whether a page of this coverage would be news to a block that has `page`."""
+    return page is None or page.coverage < coverage
+
+
+def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, priority: int) -> bool:
+    """Give a block a copy of our page: over the narrower one that it has, or in a slot of its own. False if there is no room."""
+    hierarchy = state.shared.hierarchy
+    tree = state.shared.tree
+    old = block.pages[source.life_cycle]
+    if old is not None and old.plans == 0:
+        try:
+            if hierarchy.overwrite(old, source, state.stream):
+                return tree.install(block, old, coverage)
+        except KVCacheError:
+            tree.drop_page(old)
+            raise
+    copy = hierarchy.try_copy(source, priority, state.stream)
+    if copy is None:
+        return False
+    if not tree.install(block, copy, coverage):
+        hierarchy.orphan(copy)
+    return True
 
 
 def _insert_tail(state: SequenceState) -> Block:

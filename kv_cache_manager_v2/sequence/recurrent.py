@@ -6,9 +6,8 @@ state is never shared and never a victim; a snapshot may be dropped at once, and
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.ids import Point, Stream
+from kv_cache_manager_v2.ids import Point
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from kv_cache_manager_v2.reuse.tree import Block
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
@@ -33,18 +32,6 @@ class Recurrence:
         hierarchy.hold(snapshot)
         self.page = snapshot
         self.borrowed = True
-
-    def snapshot(self, hierarchy: Hierarchy, block: Block, coverage: int, priority: int, stream: Stream) -> Page | None:
-        """A copy of the live state for a block, not yet anybody's, or None if the block has one that is as good or no room was
-        found."""
-        page = self.page
-        present = block.pages[self.index]
-        if page is None or (present is not None and present.coverage >= coverage):
-            return None
-        copy = hierarchy.try_copy(page, priority, stream)
-        if copy is None:
-            self.skipped += 1
-        return copy
 
     def give_up(self, hierarchy: Hierarchy, locked: bool, point: Point) -> None:
         """End of the request."""

@@ -352,6 +352,23 @@ class Hierarchy(PageKeeper):
             raise
         return page
 
+    def overwrite(self, page: Page, source: Page, stream: Stream) -> bool:
+        """Copy the bytes of `source` over those of a page that nobody needs, both on the GPU; False if it is not that simple.
+
+        Ordered on `stream` like `try_copy`, but takes no slot. The page becomes the youngest of its queue. If the device
+        refuses, the page's bytes are void: the caller drops it.
+        """
+        if page.level != GPU_LEVEL or source.level != GPU_LEVEL or not page.queued or page.holds > 0 or page.transfers > 0:
+            return False
+        self.timeline.wait(stream, source.ready)
+        self.timeline.wait(stream, page.ready)
+        self.copy_into(source, page, stream)
+        page.ready = self.timeline.record(stream)
+        source.ready = self.timeline.merge(source.ready, page.ready)
+        self.levels.dequeue(page)
+        self.levels.enqueue(page)
+        return True
+
     def _level_for_copy(self, source: Page) -> int:
         group = source.pool_group
         for level in range(source.level, self.num_levels):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import GPU_LEVEL
+from kv_cache_manager_v2 import GPU_LEVEL, KVCache
 from tests.manager.helpers import GPU, HOST, Kind, Rig, small, toks
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0))])
 def test_a_match_that_fills_the_gpu_takes_its_last_block_instead_of_copying_it(kinds: tuple[Kind, ...]) -> None:
-    """15 cached tokens in 4 slots: source and private copy of the last block never fit side by side, so the block leaves the tree."""
+    """15 cached tokens in 4 slots: the last block and a private copy of it never fit side by side, so it leaves the tree."""
     slots = 4 if len(kinds) == 1 else 7  # the window needs two of its blocks at the end, three on the way
     with Rig(small(slots, kinds=kinds)) as rig:
         rig.seed(toks(0, 15), chunk=4)
@@ -45,11 +45,15 @@ def test_is_loaded_says_whether_a_resume_would_wait(seed: int, tmp_path: object)
         rig.seed(toks(200, 216))
         cache = rig.create(toks(0, 16))
         assert cache.num_committed_tokens == 16
-        assert not cache.is_loaded
+        assert not loaded(cache)
         assert cache.prefetch(GPU_LEVEL)
         rig.driver.synchronize()
-        assert cache.is_loaded
+        assert loaded(cache)
         assert cache.resume(rig.stream)
+
+
+def loaded(cache: KVCache) -> bool:
+    return cache.is_loaded
 
 
 def test_is_loaded_waits_behind_a_closed_gate() -> None:
@@ -62,10 +66,10 @@ def test_is_loaded_waits_behind_a_closed_gate() -> None:
         blocker.close()
         cache = rig.create(toks(0, 16))
         assert cache.prefetch(GPU)
-        assert not cache.is_loaded
+        assert not loaded(cache)
         gate.open()
         rig.driver.synchronize()
-        assert cache.is_loaded
+        assert loaded(cache)
 
 
 def test_a_wider_snapshot_takes_the_slot_of_the_one_that_it_replaces() -> None:
