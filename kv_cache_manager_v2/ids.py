@@ -1,15 +1,15 @@
 """Ids, enums and constants: the vocabulary of every floor.
 
-Rule: an id is a plain int at run time. The distinct types exist only for the type checker, so that a life cycle is never used as
-a pool group; calling a NewType costs nothing once compiled.
+Rule: an id is a plain int at run time. What the user brings (layers, roles, streams) is plain for the type checker too; what we hand
+out has a type of its own, so that a life cycle is never used as a pool group. Calling a NewType costs nothing once compiled.
 """
 
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import Final, NewType
+from typing import Final, NewType, TypeAlias
 
-LayerId = NewType("LayerId", int)  # the model's own layer number, chosen by the user
+LayerId: TypeAlias = int  # the model's own layer number, chosen by the user
 LifeCycleId = NewType("LifeCycleId", int)  # position in the list of life cycles, first-seen order of the layers
 LayerGroupId = LifeCycleId  # the public name of a life cycle's id
 PoolGroupId = NewType("PoolGroupId", int)  # position in the list of pool groups, first-seen order of the life cycles
@@ -18,9 +18,9 @@ SlotId = NewType("SlotId", int)  # one id addresses the same slot in every pool 
 CacheLevel = NewType("CacheLevel", int)  # position in the configured tier list, warm to cold; 0 is the GPU
 BlockOrdinal = NewType("BlockOrdinal", int)  # position of a block in its sequence
 BeamIndex = NewType("BeamIndex", int)
-Stream = NewType("Stream", int)  # the driver's handle of a stream, as the engine passes it
+Stream: TypeAlias = int  # the driver's handle of a stream, as the engine passes it
 Point = NewType("Point", int)  # a point in one stream's order; see device/timeline.py
-DataRole = NewType("DataRole", str)  # what a buffer of a layer is for: "key", "value", "key_scale", ...
+DataRole: TypeAlias = str  # what a buffer of a layer is for: "key", "value", "key_scale", ...
 
 
 class CacheTier(IntEnum):

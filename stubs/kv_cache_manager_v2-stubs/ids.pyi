@@ -1,7 +1,7 @@
 from enum import Enum, IntEnum
-from typing import Final, NewType
+from typing import Final, NewType, TypeAlias
 
-LayerId = NewType("LayerId", int)
+LayerId: TypeAlias = int
 LifeCycleId = NewType("LifeCycleId", int)
 LayerGroupId = LifeCycleId
 PoolGroupId = NewType("PoolGroupId", int)
@@ -10,9 +10,9 @@ SlotId = NewType("SlotId", int)
 CacheLevel = NewType("CacheLevel", int)
 BlockOrdinal = NewType("BlockOrdinal", int)
 BeamIndex = NewType("BeamIndex", int)
-Stream = NewType("Stream", int)
+Stream: TypeAlias = int
 Point = NewType("Point", int)
-DataRole = NewType("DataRole", str)
+DataRole: TypeAlias = str
 
 class CacheTier(IntEnum):
     GPU_MEM = 0
