@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STUBS := stubs/kv_cache_manager_v2-stubs
 STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n'))
-TYPED := kv_cache_manager_v2 tests setup_mypyc.py $(wildcard examples bench)
+TYPED := kv_cache_manager_v2 tests setup_mypyc.py stubs/draft.py $(wildcard examples bench)
 
 # directories too: their time changes when a file in them is removed
 SOURCES := $(shell find kv_cache_manager_v2 stubs -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.pyi' \) -print)
@@ -69,6 +69,10 @@ stubtest: $(ENV) $(PURE)  ## the public stubs against the interpreted package, a
 	    --allowlist stubs/stubtest_allowlist.txt kv_cache_manager_v2
 	cd build && MYPYPATH=pure ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
 	    $(addprefix pure/kv_cache_manager_v2/,$(STUB_FILES))
+
+.PHONY: stubs
+stubs: $(ENV)  ## draft the public stubs anew from the sources; then look at the difference and run stubtest
+	$(BIN)/python stubs/draft.py
 
 .PHONY: demo
 demo: $(ENV) $(COMPILED)  ## the example: a small model served from our pages, compared to the bit

@@ -12,7 +12,15 @@ from kv_cache_manager_v2.config import (
     SsmLayerConfig,
     SwaScratchReuseConfig,
 )
-from kv_cache_manager_v2.counters import MovementCounters
+from kv_cache_manager_v2.counters import (
+    KVCacheIterationStatsDelta,
+    KVCacheStatsDelta,
+    MovementCounters,
+    PoolGroupPeakBlockStats,
+    ReusedBlocksByLevel,
+    SsmSnapshotIterationStatsDelta,
+    StorageStatistics,
+)
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.emulated import EmulatedDriver
 from kv_cache_manager_v2.errors import (
@@ -112,7 +120,13 @@ __all__ = [
     "gen_multimodal_cache_key_tokens",
     "sequence_to_blockchain_keys",
     # statistics
+    "KVCacheIterationStatsDelta",
+    "KVCacheStatsDelta",
     "MovementCounters",
+    "PoolGroupPeakBlockStats",
+    "ReusedBlocksByLevel",
+    "SsmSnapshotIterationStatsDelta",
+    "StorageStatistics",
     # ids, enums, constants
     "BAD_PAGE_INDEX",
     "DEFAULT_BEAM_INDEX",

@@ -1,3 +1,83 @@
+from dataclasses import dataclass
+from typing import TypeVar
+
+_Delta = TypeVar("_Delta", bound="StatsDelta")
+
+@dataclass
+class StatsDelta:
+    def add(self: _Delta, other: _Delta) -> None: ...
+    def subtract(self: _Delta, other: _Delta) -> None: ...
+    def clear(self) -> None: ...
+    def copy(self: _Delta) -> _Delta: ...
+    def empty(self) -> bool: ...
+
+@dataclass
+class KVCacheStatsDelta(StatsDelta):
+    alloc_total_blocks: int = 0
+    alloc_new_blocks: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+
+@dataclass
+class KVCacheIterationStatsDelta(StatsDelta):
+    iter_alloc_total_blocks: int = 0
+    iter_alloc_new_blocks: int = 0
+    iter_reused_blocks: int = 0
+    iter_missed_blocks: int = 0
+    iter_full_reused_blocks: int = 0
+    iter_partial_reused_blocks: int = 0
+    iter_gen_alloc_blocks: int = 0
+    iter_onboard_blocks: int = 0
+    iter_onboard_bytes: int = 0
+    iter_offload_blocks: int = 0
+    iter_offload_bytes: int = 0
+    iter_intra_device_copy_blocks: int = 0
+    iter_intra_device_copy_bytes: int = 0
+    iter_host_dropped_blocks: int = 0
+    iter_host_dropped_bytes: int = 0
+    iter_gpu_dropped_blocks: int = 0
+    iter_disk_dropped_blocks: int = 0
+    iter_lost_blocks: int = 0
+
+    @property
+    def iter_cache_hit_rate(self) -> float: ...
+
+@dataclass
+class SsmSnapshotIterationStatsDelta(StatsDelta):
+    snapshot_lookups: int = 0
+    snapshot_hits: int = 0
+    snapshot_misses: int = 0
+    reused_tokens: int = 0
+    unreused_tokens: int = 0
+    aligned_snapshot_hits: int = 0
+    unaligned_snapshot_hits: int = 0
+
+    @property
+    def hit_rate(self) -> float: ...
+
+@dataclass
+class ReusedBlocksByLevel:
+    full: list[int] = ...
+    partial: list[int] = ...
+
+@dataclass(frozen=True)
+class PoolGroupPeakBlockStats:
+    available: int = 0
+    unavailable: int = 0
+    evictable: int = 0
+
+@dataclass(frozen=True)
+class StorageStatistics:
+    slot_sizes: tuple[int, ...]
+    total: int
+    free: int
+    evictable: int
+
+    @property
+    def available(self) -> int: ...
+    @property
+    def unavailable(self) -> int: ...
+
 class MovementCounters:
     moved: list[list[list[int]]]
     dropped: list[list[int]]

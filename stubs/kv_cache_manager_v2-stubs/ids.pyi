@@ -33,11 +33,9 @@ DEFAULT_BEAM_INDEX: Final = BeamIndex(0)
 BAD_PAGE_INDEX: Final = -1
 NULL_POINT: Final = Point(0)
 NO_SLOT: Final = SlotId(-1)
-
 PRIORITY_MIN: Final = 0
 PRIORITY_MAX: Final = 100
 PRIORITY_DEFAULT: Final = 35
-
 TOKEN_ID_LIMIT: Final = 1 << 31
 DIGEST_BYTES: Final = 32
 UNSIGNED_64_LIMIT: Final = 1 << 64
