@@ -2,6 +2,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.extras.cuda_io import FileMover
 from kv_cache_manager_v2.ids import Stream
 
 class CudaDriver(Driver):
@@ -10,9 +11,9 @@ class CudaDriver(Driver):
         device: int = 0,
         *,
         bindings: ModuleType | None = None,
-        io_threads: int = 8,
-        transfer_timeout: float = 60.0,
-        move: Callable[[int, int, int, int, bool], str] = ...,
+        io_threads: int = ...,
+        transfer_timeout: float = ...,
+        move: FileMover = ...,
     ) -> None: ...
     @property
     def device(self) -> int: ...

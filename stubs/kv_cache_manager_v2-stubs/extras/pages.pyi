@@ -18,6 +18,7 @@ class PageMemory(NamedTuple):
     stride: int
     num_pages: int
     cuda_device: int | None
+
     @property
     def nbytes(self) -> int: ...
     def host_bytes(self) -> memoryview: ...
