@@ -13,7 +13,7 @@ from tests.conftest import ROOT, package_directory
 def first_example() -> tuple[str, list[str]]:
     """The first Python block of the README, and the lines that it says the example prints."""
     text = (ROOT / "README.md").read_text()
-    found = re.search(r"```python\n(.*?)```\n\nIt prints\n\n((?:    .*\n)+)", text, re.DOTALL)
+    found = re.search(r"```python\n(.*?)```\n\nIt prints\n\n((?:    [^\n]*\n)+)", text, re.DOTALL)
     assert found is not None, "the README has an example and says what it prints"
     return found.group(1), [line[4:] for line in found.group(2).splitlines()]
 
