@@ -69,7 +69,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
         point = state.shared.timeline.record(state.stream)
         if full > first:
             _publish_blocks(state, tokens, full, history, point, beams)
-    if beams:
+    if state.width > 1:
         state.tail_beam = beams[-1]
     if tokens.digests:
         state.has_digests = True
