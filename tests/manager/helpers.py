@@ -7,6 +7,7 @@ down, and closes the device, which raises if anything leaked.
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -218,10 +219,17 @@ def batch(count: int, capacity: int, history: int = 0, system_prompt: int = 0) -
 class Rig:
     """A manager, its device, and an engine."""
 
-    def __init__(self, config: KVCacheManagerConfig, schedule: str = "eager", seed: int = 0, engine: bool = True) -> None:
+    def __init__(
+        self,
+        config: KVCacheManagerConfig,
+        schedule: str = "eager",
+        seed: int = 0,
+        engine: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.driver = EmulatedDriver(schedule, seed)
-        self.manager = KVCacheManager(config, driver=self.driver)
+        self.manager = KVCacheManager(config, driver=self.driver, clock=clock)
         self.engine = FakeEngine(self.manager, self.driver, config) if engine else None
         self.streams: list[Stream] = []
         self.stream: Stream = self.new_stream()

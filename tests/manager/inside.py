@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kv_cache_manager_v2 import KVCache, KVCacheManager, ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import Block
+from kv_cache_manager_v2.sequence import residency
 from kv_cache_manager_v2.storage.page import Page
 
 
@@ -126,3 +127,8 @@ def narrow(manager: KVCacheManager, block: Block, page: Page | None) -> None:
     page.coverage -= 1
     manager._shared.tree.hide(block)  # both recount what the block's pages are good for
     manager._shared.tree.show(block)
+
+
+def live_pages(cache: KVCache) -> list[Page]:
+    """The pages that a cache's next step may read."""
+    return residency.live_pages(cache._state)
