@@ -65,7 +65,7 @@ from kv_cache_manager_v2.ids import (
 )
 from kv_cache_manager_v2.kv_cache import KVCache, commit_batch, resize_batch
 from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer
-from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div
+from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
@@ -123,6 +123,7 @@ __all__ = [
     "SlotDesc",
     "SlotDescVariant",
     "exact_div",
+    "typed_range",
     # tokens and keys
     "MmItemContext",
     "gen_multimodal_cache_key_tokens",

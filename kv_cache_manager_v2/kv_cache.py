@@ -142,6 +142,15 @@ class KVCache:
         """Tokens that the creation reused, by the cache level that they had to be brought from; sums to the reuse length."""
         return list(self._state.cached_tokens_by_level)
 
+    def _get_num_reusable_tokens_before_pruning(self) -> int:
+        """Length of the longest cached path at creation, whatever its pages: reused <= before hybrid pruning <= this. The
+        reference's name."""
+        return self._state.divergence
+
+    def _get_num_reusable_tokens_before_hybrid_pruning(self) -> int:
+        """What the creation would have reused if recurrent layers needed no snapshot. The reference's name."""
+        return self._state.before_hybrid
+
     @property
     def last_shortage(self) -> Shortage | None:
         """Why the latest resize, resume or prefetch returned False; None after one that succeeded."""
@@ -242,6 +251,12 @@ class KVCache:
                 timeline.wait(stream, timeline.record(state.stream))
             state.stream = stream
             state.stream_set = True
+
+    @property
+    def finish_event(self) -> object:
+        """Of the reference, which has one only inside its own transitions; to order other work behind this cache's, record an
+        event on its stream. Raises ConfigError, which is a ValueError, always."""
+        raise ConfigError("finish_event exists only inside a transition; record an event of your own on cuda_stream")
 
     def resume(self, cuda_stream: Stream | None = None) -> bool:
         """Bring the cache to the GPU, ready for work on the stream. False: it stays SUSPENDED, nothing changed but `last_shortage`.

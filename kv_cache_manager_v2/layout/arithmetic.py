@@ -6,6 +6,7 @@ Rule: sizes and counts are exact ints; no float takes part in a decision about m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar, cast
 
 from kv_cache_manager_v2.errors import ConfigError
 
@@ -38,6 +39,14 @@ def exact_div(a: int, b: int) -> int:
     if b == 0 or a % b != 0:
         raise ConfigError(f"{a} is not a multiple of {b}")
     return a // b
+
+
+_Id = TypeVar("_Id", bound=int)
+
+
+def typed_range(end: _Id) -> list[_Id]:
+    """The ids 0, 1, ..., end-1, of the same type as `end`: for loops over what a NewType counts."""
+    return cast("list[_Id]", list(range(end)))
 
 
 class HalfOpenRange:

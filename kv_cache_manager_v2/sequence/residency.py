@@ -28,6 +28,8 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     count = match.num_tokens
     size = state.tokens_per_block
     state.committed = count
+    state.divergence = match.divergence
+    state.before_hybrid = match.before_hybrid
     state.set_history(count)
     state.set_capacity(count)
     full = count // size

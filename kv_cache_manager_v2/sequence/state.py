@@ -204,6 +204,8 @@ class SequenceState:
         self.has_digests = False  # whether digests are committed
         self.scratch = shared.scratch  # whether long prefill steps borrow scratch slots
         self.borrowed_tail = False  # the last block is a partly matched page of the tree: copied on the first resume
+        self.divergence = 0  # tokens of the longest cached path at creation, before back-off and missing pages cut it
+        self.before_hybrid = 0  # what would have been reused if recurrent layers needed no snapshot
         self.cached_tokens_by_level: list[int] = [0] * shared.hierarchy.num_levels
         # stream
         self.stream = Stream(0)
