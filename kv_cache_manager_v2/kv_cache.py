@@ -66,6 +66,11 @@ class KVCache:
     # --- what it is
 
     @property
+    def state(self) -> SequenceState:
+        """Internal: what the manager owns of this request, for `introspection` and tests; no part of the interface."""
+        return self._state
+
+    @property
     def status(self) -> CacheStatus:
         return CacheStatus(self._state.status)
 

@@ -50,6 +50,11 @@ class ManagerViews:
         self._layout = shared.layout
         self._ledger: Ledger = shared.ledger
 
+    @property
+    def shared(self) -> Shared:
+        """Internal: the rooms behind this manager, for `introspection` and tests; no part of the interface."""
+        return self._shared
+
     # --- memory
 
     @property
