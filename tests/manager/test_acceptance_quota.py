@@ -174,6 +174,11 @@ def two_windows() -> list[LayerConfig]:
     return [attention(0, 8 * KIB, window=128), attention(1, 2 * KIB)]
 
 
+def due(rig: Rig) -> bool:
+    """Whether an adjustment is due now."""
+    return rig.manager.need_adjustment
+
+
 def totals(rig: Rig) -> list[int]:
     return [rig.counts(group=group).total for group in range(2)]
 
@@ -196,16 +201,16 @@ def test_pools_follow_the_requests() -> None:
         tokens: list[Token] = mixed(0, 300)
         rig.extend(tokens)
         before = totals(rig)
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
         serve(rig, 40, 64)
-        assert not rig.manager.need_adjustment  # the cooldown runs from the start
+        assert not due(rig)  # the cooldown runs from the start
         clock.now += 61
-        assert rig.manager.need_adjustment
+        assert due(rig)
         assert rig.manager.adjust()
         after = totals(rig)
         assert after[0] > before[0]
         assert after[1] < before[1]
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
         again = rig.start(tokens)
         assert len(again.tokens) == 300
         again.check()
@@ -228,7 +233,7 @@ def test_case_093_content_survives_a_rebalance(skew: float) -> None:
         rig.manager.tuner.num_samples = 1000
         rig.manager.tuner.set_gpu_weights([weight / sum(wanted) for weight in wanted])
         clock.now += 61
-        assert rig.manager.need_adjustment
+        assert due(rig)
         assert rig.manager.adjust()
         after = totals(rig)
         assert (after[0] > before[0], after[1] < before[1]) == (skew > 1, skew > 1)
@@ -246,7 +251,7 @@ def test_each_gate_holds_by_itself(min_samples: int, cooldown: float, threshold:
     with rig:
         serve(rig, 40, 64)
         clock.now += 61
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
 
 
 def test_case_128_samples_equal_to_the_minimum_are_enough() -> None:
@@ -255,9 +260,9 @@ def test_case_128_samples_equal_to_the_minimum_are_enough() -> None:
     with rig:
         clock.now += 61
         serve(rig, 9, 64)
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
         serve(rig, 1, 64, lambda number: 5000)
-        assert rig.manager.need_adjustment
+        assert due(rig)
 
 
 def test_case_118_excluded_caches_teach_nothing() -> None:
@@ -270,16 +275,16 @@ def test_case_118_excluded_caches_teach_nothing() -> None:
         rig.manager.tuner.set_gpu_weights([0.5, 0.5])
         rig.manager.adjust()
         clock.now += 61
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
         rig.manager.mark_stats_excluded(7)
         cache = rig.create(None, id=7)
         assert cache.resume(rig.stream)
         assert cache.resize(64 * 32 * 4, 64 * 32 * 4)
         cache.close()
-        assert not rig.manager.need_adjustment
+        assert not due(rig)
         rig.manager.clear_stats_excluded(7)
         serve(rig, 1, 64 * 32 * 4)
-        assert rig.manager.need_adjustment
+        assert due(rig)
 
 
 def test_equal_histories_give_equal_decisions() -> None:
@@ -292,7 +297,7 @@ def test_equal_histories_give_equal_decisions() -> None:
             for length in (64, 100, 3000, 40, 700):
                 serve(rig, 7, length)
                 clock.now += 61
-                decisions.append(rig.manager.need_adjustment)
+                decisions.append(due(rig))
                 if decisions[-1]:
                     assert rig.manager.adjust()
                 decisions.append(totals(rig) == totals(rig))
