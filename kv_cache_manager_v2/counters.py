@@ -141,7 +141,7 @@ class StorageStatistics:
 
 
 class MovementCounters:
-    """Pages moved between levels and dropped, per life cycle; monotone since construction.
+    """Pages moved between levels, dropped, and shared instead of kept twice, per life cycle; monotone since construction.
 
     moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
     """
@@ -150,6 +150,8 @@ class MovementCounters:
         self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.lost: list[int] = [0] * num_life_cycles  # pages whose bytes a failed transfer destroyed
+        self.adopted: list[int] = [0] * num_life_cycles  # own pages given up at a commit for the GPU page of an identical block
+        self.taken_over: list[int] = [0] * num_life_cycles  # colder pages of identical blocks that got a committed page's GPU slot
 
     def pages_moved(self, source: int, destination: int) -> int:
         """Pages moved from one level to another, all life cycles together."""

@@ -118,6 +118,7 @@ class RadixTree:
         self.listener = listener
         self.keys = keys
         self.num_blocks = 0  # roots not counted
+        self.num_superseded = 0  # partial blocks that a longer one has replaced, since construction
         self.no_pages: tuple[Page | None, ...] = (None,) * len(life_cycles)  # shared by all blocks without a page
         self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
         self.has_attention = False
@@ -219,6 +220,7 @@ class RadixTree:
 
     def _supersede(self, old: Block, new: Block) -> None:
         """The old block's tokens begin the new one's: it leaves, its pages move over."""
+        self.num_superseded += 1
         assert old.children is None, "a block that another one continues is partial, so it has no children"
         self._tell_removed(old)
         pages = old.pages

@@ -117,9 +117,9 @@ def _free_lane(state: SequenceState, lane: Lane, point: Point) -> None:
 
 
 def _narrow(state: SequenceState, width: int) -> None:
-    """Drop the last beams; the beam whose tokens are committed in the last block becomes beam 0 if it would go."""
-    if state.tail_beam >= width:
-        exchange_beams(state, state.tail_beam)
+    """Drop the last beams; the beam that the last committed token came from becomes beam 0 if it would go."""
+    if state.last_beam >= width:
+        exchange_beams(state, state.last_beam)
     point = state.shared.timeline.record(state.stream)
     keep = width * len(state.main_lanes)
     for lane in state.lanes[keep:]:
@@ -132,17 +132,20 @@ def _narrow(state: SequenceState, width: int) -> None:
     if width == 1:
         state.main_lanes = state.lanes
         state.tail_beam = ANY_BEAM
+        state.last_beam = 0
 
 
 def exchange_beams(state: SequenceState, beam: int) -> None:
-    """Beam 0 and the beam whose tokens the last block has committed swap all that is not full: it is beam 0's then."""
+    """Beam 0 and the beam that the last committed token came from swap all that is not committed in full blocks."""
     for ordinal in range(len(state.block_tokens), state.num_blocks):
         exchange_pages(state, ordinal, beam)
     recurrence = state.recurrence
     if recurrence is not None:
         other = state.extra_recurrences[beam - 1]
         recurrence.page, other.page = other.page, recurrence.page
-    state.tail_beam = 0
+    if state.tail_beam == beam:
+        state.tail_beam = 0
+    state.last_beam = 0
 
 
 def exchange_pages(state: SequenceState, ordinal: int, beam: int) -> None:
@@ -155,7 +158,7 @@ def exchange_pages(state: SequenceState, ordinal: int, beam: int) -> None:
             continue  # shared with beam 0
         lane.pages[ordinal], other.pages[ordinal] = theirs, mine
         beg, end = lane.stale(state.history)
-        if not beg <= ordinal < end:
+        if state.status == ACTIVE and not beg <= ordinal < end:
             lane.row.set(ordinal, theirs.slot)
             other.row.set(ordinal, mine.slot if mine is not None else BAD_PAGE_INDEX)
 

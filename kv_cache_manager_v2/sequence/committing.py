@@ -41,6 +41,7 @@ def append_inside_block(state: SequenceState, token: int) -> bool:
         or after > state.capacity
         or not state.commit_allowed
         or state.provision is not None
+        or state.lost
         or state.shared.commit_min_snapshot
         or state.width > 1
     ):
@@ -71,6 +72,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
             _publish_blocks(state, tokens, full, history, point, beams)
     if state.width > 1:
         state.tail_beam = beams[-1]
+        state.last_beam = beams[-1] if beams[-1] >= 0 else beams[-2]
     if tokens.digests:
         state.has_digests = True
     _append_tail(state, tokens, full * size)
@@ -157,6 +159,7 @@ def _adopt(state: SequenceState, lane: Lane, ordinal: int, ours: Page, theirs: P
         hierarchy.lock(theirs)
         theirs.priority = max(theirs.priority, ours.priority)
         hierarchy.unlock(ours, point)
+        hierarchy.counters.adopted[lane.index] += 1
         if theirs.transfers > 0:
             state.await_page(theirs)
         lane.row.set(ordinal, theirs.slot)
@@ -185,20 +188,28 @@ def _snapshot(state: SequenceState) -> None:
         exchange_beams(state, state.tail_beam)
     if covered > 0:
         block = _insert_tail(state)
+    assert block is not None, "something has been committed"
+    try:
+        _copy_live_pages(state, block, covered)
+    finally:
+        if covered > 0:
+            shared.tree.unpin(block)  # leaves the tree again if no page found room
+
+
+def _copy_live_pages(state: SequenceState, block: Block, covered: int) -> None:
+    """Give a block copies of the pages of the live partial block, `covered` tokens of which are committed, and of the SSM state."""
+    if covered > 0:
         for lane in state.main_lanes:
             page = lane.pages[len(state.block_tokens)]
             if page is not None and _is_narrower(block.pages[lane.index], covered):
                 _copy_page(state, block, page, covered, page.priority)
-    assert block is not None, "something has been committed"
-    recurrence = state.recurrence
+    recurrence = state.recurrences()[state.last_beam] if state.recurrence is not None else None
     if recurrence is not None and recurrence.page is not None:
         coverage = covered if covered > 0 else state.tokens_per_block
         if _is_narrower(block.pages[recurrence.index], coverage):
             priority = state.page_priority(block.ordinal, recurrence.life_cycle)
             if not _copy_page(state, block, recurrence.page, coverage, priority):
                 recurrence.skipped += 1
-    if covered > 0:
-        shared.tree.unpin(block)  # leaves the tree again if no page found room
 
 
 def _is_narrower(page: Page | None, coverage: int) -> bool:
@@ -283,8 +294,10 @@ def _publish_tail(state: SequenceState) -> Block:
 
 def _publish_state(state: SequenceState, block: Block) -> None:
     """The tree gets the live SSM state itself, as the snapshot at the end of the committed tokens."""
-    recurrence = state.recurrence
-    if recurrence is None or recurrence.page is None or recurrence.borrowed:
+    if state.recurrence is None:
+        return
+    recurrence = state.recurrences()[state.last_beam]
+    if recurrence.page is None or recurrence.borrowed:
         return
     shared = state.shared
     page = recurrence.page

@@ -21,6 +21,7 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin = SequenceState(shared, state.scope, request_id, state.priority)
     snapshot = _copy_state(state)
     size = state.tokens_per_block
+    beam = state.last_beam
     twin.committed = state.committed
     twin.set_history(state.history)
     twin.set_capacity(state.history)
@@ -38,17 +39,19 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     if state.status == ACTIVE:
         _mark_written(state)
     for number, lane in enumerate(twin.lanes):
-        _share_pages(state, state.lanes[number], lane, twin.num_blocks)
+        _share_pages(state, state.lanes[number], state.lanes[beam * len(twin.lanes) + number], lane, twin.num_blocks)
     if snapshot is not None and twin.recurrence is not None:
         shared.hierarchy.hold(snapshot)
         twin.recurrence.page = snapshot
     return twin
 
 
-def _share_pages(state: SequenceState, source: Lane, lane: Lane, blocks: int) -> None:
-    """Hold the pages of the first blocks, those that wait for a late commit too."""
+def _share_pages(state: SequenceState, main: Lane, source: Lane, lane: Lane, blocks: int) -> None:
+    """Hold a beam's pages of the first blocks, those that wait for a late commit too; what it shares is in beam 0's lane."""
     for ordinal in range(blocks):
         page = source.pages[ordinal]
+        if page is None:
+            page = main.pages[ordinal]
         if page is not None:
             state.shared.hierarchy.hold(page)
         lane.pages.append(page)
@@ -60,15 +63,17 @@ def _mark_written(state: SequenceState) -> None:
     shared = state.shared
     point = shared.timeline.record(state.stream)
     for lane in state.lanes:
-        for page in lane.pages:
-            if page is not None and page.owner is None:
+        for ordinal, page in enumerate(lane.pages):
+            if page is not None and (page.owner is None or ordinal >= len(state.block_tokens)):
                 shared.hierarchy.merge_ready(page, point)
 
 
 def _copy_state(state: SequenceState) -> Page | None:
     """A copy of the live recurrent state, on whatever level has room for it."""
-    recurrence = state.recurrence
-    if recurrence is None or recurrence.page is None:
+    if state.recurrence is None:
+        return None
+    recurrence = state.recurrences()[state.last_beam]
+    if recurrence.page is None:
         return None
     copy = state.shared.hierarchy.try_copy(recurrence.page, recurrence.page.priority, state.stream)
     if copy is None:

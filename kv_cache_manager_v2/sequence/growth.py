@@ -6,7 +6,7 @@ is that of the blocks that come, go or fall out of a window, never of the sequen
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.sequence import scratch
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
@@ -20,6 +20,7 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
         and capacity >= state.history
         and state.status == ACTIVE
         and state.provision is None
+        and not state.lost
         and (not state.scratch or (capacity < state.scratch_from and not state.holds_scratch()))
     ):
         state.capacity = capacity
@@ -33,7 +34,8 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
 def resize(state: SequenceState, capacity: int, history: int) -> bool:
     """Move to these lengths; False, with nothing changed but `last_shortage`, if the pages cannot be had.
 
-    Raises ConfigError for lengths that can never be right. The caller has checked that the request is ACTIVE.
+    Raises ConfigError for lengths that can never be right. After a failure of the device that is raised, the history may have
+    advanced. The caller has checked that the request is ACTIVE.
     """
     check_lengths(state, capacity, history)
     blocks = -(-capacity // state.tokens_per_block)
@@ -46,7 +48,7 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     leaving.extend(_pages_for_scratch(state, spans))
     need = scratch.missing(state, spans)
     _add_new_blocks(state, need, history, blocks, spans)
-    if not _make_room(state, need, leaving, spans):
+    if not _make_room(state, need, leaving, spans, history):
         return False
     if blocks > state.num_blocks and state.pending is not None:
         state.pending.before_growth(state.history, state.num_blocks)
@@ -70,19 +72,19 @@ def advance_history(state: SequenceState, history: int) -> None:
     state.set_history(history)
 
 
-def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], spans: list[tuple[int, int]]) -> bool:
+def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], spans: list[tuple[int, int]], history: int) -> bool:
     """Let go of what the new lengths do not need and free the slots that they do, or change nothing.
 
     What leaves counts as room for what comes: a window that slides needs no more pages than it has.
     """
     hierarchy = state.shared.hierarchy
-    given = [item.page for item in leaving if not _stays_held(state, item.ordinal)]
+    given = [item.page for item in leaving if not item.stays_held]
     for number, span in enumerate(spans):
         lane = state.lanes[number]
         given.extend(lane.scratch[scratch.slots(state, lane, span) :])
     if any(need):
         if leaving or given:
-            parked = [item.page for item in leaving if _stays_held(state, item.ordinal)]
+            parked = [item.page for item in leaving if item.stays_held]
             shortage = hierarchy.foresee(need, given, parked)
         else:
             shortage = hierarchy.acquire(need, [])
@@ -95,9 +97,23 @@ def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], sp
     if leaving or given:
         _let_go(state, leaving, spans)
         if any(need):
-            shortage = hierarchy.acquire(need, [])
+            try:
+                shortage = hierarchy.acquire(need, [])
+            except KVCacheError:
+                _stand_at(state, history)
+                raise
             assert shortage is None, "what was foreseen fits"
     return True
+
+
+def _stand_at(state: SequenceState, history: int) -> None:
+    """The device failed when pages had been let go: the history has advanced all the same. With scratch reuse, where blocks behind
+    the history may have lost their pages too, the capacity is cut to it."""
+    state.set_history(history)
+    if state.scratch:
+        scratch.give_back_all(state, state.shared.timeline.record(state.stream))
+        _shrink(state, -(-history // state.tokens_per_block))
+        state.set_capacity(history)
 
 
 def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: list[Page]) -> int:
@@ -117,7 +133,7 @@ def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: li
         if page.pool_group == group:
             count -= 1
     for item in leaving:
-        if item.lane.pool_group == group and _stays_held(state, item.ordinal):
+        if item.lane.pool_group == group and item.stays_held:
             count -= 1
     return count
 
@@ -131,7 +147,7 @@ def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int,
     point = state.shared.timeline.record(state.stream)
     for item in leaving:
         item.lane.row.set(item.ordinal, BAD_PAGE_INDEX)
-        if _stays_held(state, item.ordinal):
+        if item.stays_held:
             hierarchy.hold_locked(item.page, point)
         else:
             item.lane.pages[item.ordinal] = None
@@ -150,12 +166,13 @@ def check_lengths(state: SequenceState, capacity: int, history: int) -> None:
 
 
 class Leaving:
-    """A locked page that falls out of its window."""
+    """A locked page that the new lengths do not need: it falls out of its window, or its block lies in scratch now."""
 
-    def __init__(self, lane: Lane, ordinal: int, page: Page) -> None:
+    def __init__(self, lane: Lane, ordinal: int, page: Page, stays_held: bool) -> None:
         self.lane = lane
         self.ordinal = ordinal
         self.page = page
+        self.stays_held = stays_held  # it waits for its block's commit
 
 
 def pages_leaving(state: SequenceState, history: int) -> list[Leaving]:
@@ -169,7 +186,7 @@ def pages_leaving(state: SequenceState, history: int) -> list[Leaving]:
         for ordinal in range(max(old_end, beg), end):
             page = lane.pages[ordinal]
             if page is not None:
-                leaving.append(Leaving(lane, ordinal, page))
+                leaving.append(Leaving(lane, ordinal, page, _stays_held(state, ordinal)))
     return leaving
 
 
@@ -181,7 +198,7 @@ def _pages_for_scratch(state: SequenceState, spans: list[tuple[int, int]]) -> li
         for ordinal in range(beg, min(end, len(lane.pages))):
             page = lane.pages[ordinal]
             if page is not None:
-                leaving.append(Leaving(lane, ordinal, page))
+                leaving.append(Leaving(lane, ordinal, page, False))
     return leaving
 
 

@@ -188,6 +188,7 @@ class SequenceState:
         self.main_lanes: list[Lane] = self.lanes  # those of beam 0; the lanes of further beams follow in `lanes`, beam by beam
         self.width = 1  # beams
         self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
+        self.last_beam = 0  # beam that the last committed token was taken from: the one that goes on from there
         self.recurrence: Recurrence | None = None  # with SSM layers; beam 0's
         self.extra_recurrences: list[Recurrence] = []  # of the further beams
         if shared.ssm is not None:

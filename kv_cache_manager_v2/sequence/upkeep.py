@@ -98,10 +98,21 @@ def check_accounts(shared: Shared) -> None:
                 key = id(recurrence.page)
                 book[key] = book.get(key, 0) + 1
                 pages[key] = recurrence.page
+    _check_pins(shared)
     for key, page in pages.items():
         assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
         assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
+
+
+def _check_pins(shared: Shared) -> None:
+    """Assert that blocks are pinned by open requests only, each by those whose path ends there."""
+    pins: dict[int, int] = {}
+    for state in shared.open.values():
+        if state.tip is not None:
+            pins[id(state.tip)] = pins.get(id(state.tip), 0) + 1
+    for block in [*shared.tree.all_blocks(), *shared.tree.roots()]:
+        assert block.pins == pins.get(id(block), 0), (block.ordinal, block.pins, pins.get(id(block), 0))
 
 
 def _check_state(state: SequenceState) -> None:

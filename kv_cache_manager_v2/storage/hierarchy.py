@@ -144,7 +144,10 @@ class Hierarchy(PageKeeper):
         """Somebody needs the page kept, on any level. It keeps its place in the queue."""
         assert page.slot != NO_SLOT, "a page that is gone was held"
         page.holds += 1
-        if page.queued and page.holds == 1:
+        if not page.queued:
+            if page.holds == 1:  # a page of nobody, as a copy just made: now it can be moved down
+                self.levels.settle(page)
+        elif page.holds == 1:
             queue = self.levels.queues[page.level * self.num_groups + page.pool_group]
             queue.held += 1
             if page.level == self._last:
@@ -302,6 +305,7 @@ class Hierarchy(PageKeeper):
         assert cold.slot != NO_SLOT
         assert ours.slot != NO_SLOT
         source = cold.level
+        self.counters.taken_over[cold.life_cycle] += 1
         if cold.queued:
             self.levels.dequeue(cold)
         self.levels.vacate(source, cold.pool_group, cold.slot, cold.ready)

@@ -82,6 +82,8 @@ class MovementCounters:
     moved: list[list[list[int]]]
     dropped: list[list[int]]
     lost: list[int]
+    adopted: list[int]
+    taken_over: list[int]
 
     def __init__(self, num_life_cycles: int, num_levels: int) -> None: ...
     def pages_moved(self, source: int, destination: int) -> int: ...
