@@ -1,0 +1,132 @@
+"""What lies inside the manager, read and never changed: the tree's blocks with their pages, the bytes of a page on any tier.
+
+Rule: this is the only file here that looks behind the public face.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.reuse.tree import Block, RadixTree
+from kv_cache_manager_v2.sequence.state import Shared
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from kv_cache_manager_v2.storage.page import Page
+from tests.simulation.model import Kind, Token
+
+Path = tuple[Token, ...]
+
+
+class Inside:
+    """A manager's rooms."""
+
+    def __init__(self, manager: KVCacheManager, driver: EmulatedDriver) -> None:
+        self.driver = driver
+        self.shared: Shared = manager._shared
+        self.tree: RadixTree = self.shared.tree
+        self.hierarchy: Hierarchy = self.shared.hierarchy
+
+    # --- blocks
+
+    def blocks(self) -> list[tuple[bytes, Path, Block]]:
+        """(scope bytes, all tokens up to the block's end, block) of every block in the tree, parents first."""
+        found: list[tuple[bytes, Path, Block]] = []
+        for root in self.tree.roots():
+            stack: list[tuple[Path, Block]] = [((), root)]
+            while stack:
+                path, block = stack.pop()
+                for child in block.child_blocks():
+                    below = (*path, *child.token_list())
+                    found.append((root.scope.data, below, child))
+                    stack.append((below, child))
+        return found
+
+    # --- bytes
+
+    def page_bytes(self, page: Page, pool: int, offset: int, nbytes: int) -> bytes:
+        """Part of a page as it is now, on whatever level it lies."""
+        hierarchy = self.hierarchy
+        address = hierarchy.slot_address(page.level, page.pool_group, pool, page.slot) + offset
+        place = hierarchy.places.by_cell[hierarchy.levels.cell(page.level, page.pool_group)]
+        if place.tier == CacheTier.DISK:
+            return os.pread(place.fds[pool], nbytes, address)
+        return self.driver.read_bytes(address, nbytes)
+
+    # --- the whole state, to see that nothing changed
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Slots, queues in their order, counters and the size of the tree."""
+        hierarchy = self.hierarchy
+        levels = hierarchy.levels
+        queues = tuple(
+            tuple((page.life_cycle, page.slot, page.priority, page.holds) for page in queue.pages()) for queue in levels.queues
+        )
+        slots = tuple((allocator.capacity, allocator.free) for allocator in levels.allocators)
+        counters = hierarchy.counters
+        return (queues, slots, repr(counters.moved), repr(counters.dropped), repr(counters.lost), self.tree.num_blocks)
+
+
+def longest_match(
+    blocks: Sequence[tuple[bytes, Path, Block]],
+    scope: bytes,
+    prompt: Sequence[Token],
+    kinds: Sequence[Kind],
+    size: int,
+    partial: bool,
+    backoff: int,
+) -> int:
+    """The definition of a match, tried length by length over all blocks: n tokens are reusable when some path begins with them and
+    every block that is not stale at n has, for each life cycle, a page for its share; a snapshot is good at exactly n."""
+    known = {path: block for data, path, block in blocks if data == scope}
+    wanted = tuple(prompt)
+    longest = 0
+    for path in known:
+        run = _common(path, wanted)
+        if run > longest and (partial or _belongs(path, wanted, size)):
+            longest = run
+    for n in range(max(0, longest - backoff), 0, -1):
+        if _reusable(known, wanted, n, kinds, size, partial):
+            return n
+    return 0
+
+
+def _common(path: Path, wanted: Path) -> int:
+    run = 0
+    for mine, theirs in zip(path, wanted, strict=False):
+        if mine != theirs:
+            break
+        run += 1
+    return run
+
+
+def _belongs(path: Path, wanted: Path, size: int) -> bool:
+    """Without partial matching a block counts only whole: a full one, or a partial one that the prompt ends with."""
+    return wanted[: len(path)] == path and (len(path) % size == 0 or len(path) == len(wanted))
+
+
+def _reusable(known: dict[Path, Block], wanted: Path, n: int, kinds: Sequence[Kind], size: int, partial: bool) -> bool:
+    last = (n - 1) // size
+    for ordinal in range(last):
+        block = known.get(wanted[: (ordinal + 1) * size])
+        if block is None or not _has_pages(block, ordinal, size, n, kinds, size, False):
+            return False
+    for path, block in known.items():
+        if (len(path) - 1) // size != last or path[:n] != wanted[:n]:
+            continue
+        if (partial or _belongs(path, wanted, size)) and _has_pages(block, last, n - last * size, n, kinds, size, True):
+            return True
+    return False
+
+
+def _has_pages(block: Block, ordinal: int, share: int, n: int, kinds: Sequence[Kind], size: int, is_last: bool) -> bool:
+    for number, kind in enumerate(kinds):
+        page = block.pages[number]
+        coverage = page.coverage if page is not None and not block.unsettled else 0
+        if kind.recurrent:
+            if is_last and coverage != share:
+                return False
+        elif ordinal not in kind.stale(size, n) and coverage < share:
+            return False
+    return True

@@ -1,0 +1,468 @@
+"""A seeded run: which operation comes next, and with which arguments.
+
+Rule: one seed decides everything, the configuration, the device's schedule and every choice; so it reproduces any run. On a failure
+the seed, the number of the operation and the last operations are part of the message.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
+from tests.simulation.model import Token
+from tests.simulation.setups import Setup, draw
+from tests.simulation.world import Live, World
+
+_DIGEST: Final = re.compile(r"b'[^']*'")
+
+
+@dataclass
+class Report:
+    """What a run did."""
+
+    seed: int
+    operations: int
+    counts: Counter[tuple[str, str]]
+    trace: int
+
+
+class SimulationError(AssertionError):
+    """A run went wrong; says how to see it again."""
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.random = Random(setup.seed ^ 0x5EED)
+        self.world = World(setup)
+        self.number = 0  # of the operation
+        self.last: deque[str] = deque(maxlen=24)
+        self.prompts: list[tuple[int, list[Token]]] = [(0, [setup.alphabet[0]])]
+        self.most_open = 1 + self.random.randrange(2, 7)
+
+    # --- the loop
+
+    def run(self, operations: int) -> Report:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # handles are dropped on purpose
+                for number in range(operations):
+                    self.number = number
+                    self.one()
+                    if self.world.engine.errors:
+                        self.world.after()
+                    if number % 64 == 63:
+                        self.world.check()
+                    if number % 256 == 255:
+                        self.world.check_bytes()
+                        if self.random.random() < 0.5:
+                            self.drain()
+                self.world.finish()
+        except Exception as error:
+            lines = "\n  ".join(self.last)
+            text = (
+                f"seed {self.setup.seed}, operation {self.number}: {type(error).__name__}: {error}\n"
+                f"setup: {self.setup.describe()}\nlast operations:\n  {lines}"
+            )
+            raise SimulationError(text) from error
+        self.outcomes()
+        return Report(self.setup.seed, operations, self.world.counts, self.world.trace)
+
+    def one(self) -> None:
+        world, random = self.world, self.random
+        if not world.live or (len(world.live) < self.most_open and random.random() < 0.15):
+            self.create()
+            return
+        pick = random.random()
+        if pick < 0.04:
+            self.around()
+            return
+        live = random.choice(world.live)
+        if live.lost:
+            self.on_lost(live)
+        elif live.active:
+            self.on_active(live)
+        else:
+            self.on_suspended(live)
+
+    def note(self, text: str, outcome: str) -> None:
+        self.last.append(f"{self.number}: {_DIGEST.sub('D', text)} -> {outcome}")
+
+    def check(self) -> bool:
+        """Whether to compare the whole state when a call says that it changed nothing."""
+        return self.random.random() < 0.25
+
+    # --- choices
+
+    def tokens(self, count: int) -> list[Token]:
+        alphabet = self.setup.alphabet
+        return [alphabet[0] if self.random.random() < 0.6 else self.random.choice(alphabet) for _position in range(count)]
+
+    def prompt(self) -> tuple[int, list[Token]]:
+        """Often one that shares a prefix with an earlier one."""
+        random = self.random
+        if random.random() < 0.75:
+            scope, tokens = random.choice(self.prompts)
+            kind = random.random()
+            if kind < 0.15:
+                tokens = tokens[: random.randrange(len(tokens) + 1)]
+            elif kind < 0.35:
+                tokens = tokens[: random.randrange(len(tokens) + 1)] + self.tokens(random.randrange(1, 2 * self.setup.size + 2))
+            else:
+                tokens = tokens + self.tokens(random.randrange(0, self.setup.size + 2))
+        else:
+            scope = random.randrange(self.setup.num_scopes)
+            tokens = self.tokens(random.randrange(0, self.setup.longest))
+        return scope, tokens[: self.setup.longest]
+
+    def remember(self, live: Live) -> None:
+        tokens = live.model.beams[0].tokens[: live.model.committed]
+        if tokens and self.random.random() < 0.8:
+            self.prompts.append((live.model.scope, tokens))
+            if len(self.prompts) > 8:
+                del self.prompts[self.random.randrange(len(self.prompts))]
+
+    # --- operations
+
+    def create(self) -> None:
+        scope, prompt = self.prompt()
+        priority = self.random.randrange(101) if self.random.random() < 0.15 else -1
+        outcome = self.world.create(scope, prompt, priority, self.random.random() < 0.3)
+        self.note(f"create {self.world.live[-1].number} scope {scope} prompt {prompt} priority {priority}", outcome)
+
+    def around(self) -> None:
+        """Operations on the manager."""
+        world, random = self.world, self.random
+        pick = random.random()
+        if pick < 0.3:
+            scope, prompt = self.prompt()
+            self.note(f"probe scope {scope} {prompt}", world.probe(scope, prompt))
+        elif pick < 0.45 and world.plans:
+            number, forget = random.randrange(len(world.plans)), random.random() < 0.3
+            self.note(f"drop plan {number}", world.drop_plan(number, forget))
+        elif pick < 0.6 and self.setup.faults:
+            self.fault()
+        elif pick < 0.8:
+            self.note("illegal call", self.manager_mistake())
+        elif pick < 0.84 and len(world.live) < 4:
+            for live in list(world.live):
+                self.close(live)
+            self.note("clear", world.clear())
+        else:
+            self.resize_levels()
+
+    def resize_levels(self) -> None:
+        """Quotas and shares may change while all are suspended."""
+        world, random = self.world, self.random
+        for live in list(world.live):
+            if live.active and not live.lost:
+                self.note(f"suspend {live.number}", world.suspend(live))
+            if live.lost:
+                self.close(live)
+        if random.random() < 0.4:
+            self.note("adjust", world.adjust(True))
+            return
+        level = random.randrange(len(world.quotas))
+        quota = max(1, int(world.quotas[level] * random.choice((0.3, 0.6, 0.8, 1.0, 1.0, 1.5))))
+        best = random.random() < 0.3
+        self.note(f"quota of level {level}: {quota} best efforts {best}", world.quota(level, quota, best, True))
+
+    def fault(self) -> None:
+        world, random = self.world, self.random
+        if world.armed and random.random() < 0.5:
+            self.note("heal", world.heal())
+            return
+        call, effect = random.choice(
+            (
+                ("read_file", "error"),
+                ("read_file", "short"),
+                ("read_file", "hang"),
+                ("write_file", "error"),
+                ("write_file", "short"),
+                ("write_file", "hang"),
+                ("copy", "error"),
+                ("copy_batch", "error"),
+                ("create_chunk", "error"),
+            )
+        )
+        nth = random.randrange(1, 4)
+        self.note(f"fault {call} {effect} {nth}", world.fault(call, nth, effect))
+
+    def close(self, live: Live) -> None:
+        self.remember(live)
+        self.note(f"close {live.number}", self.world.close(live))
+
+    def drain(self) -> None:
+        for live in list(self.world.live):
+            if self.random.random() < 0.7:
+                self.close(live)
+
+    def on_lost(self, live: Live) -> None:
+        """Every call but close says so."""
+        if self.random.random() < 0.5:
+            self.close(live)
+        elif live.active:
+            self.note(f"resize lost {live.number}", self.world.resize(live, live.model.capacity, live.model.history, False))
+        else:
+            self.note(f"prefetch lost {live.number}", self.world.prefetch(live, 0, False))
+
+    def on_suspended(self, live: Live) -> None:
+        world, random = self.world, self.random
+        pick = random.random()
+        if pick < 0.62:
+            stream = random.randrange(self.setup.num_streams)
+            self.note(f"resume {live.number} on {stream}", world.resume(live, stream, self.check()))
+        elif pick < 0.72:
+            level = random.randrange(len(world.quotas))
+            self.note(f"prefetch {live.number} to {level}", world.prefetch(live, level, self.check()))
+        elif pick < 0.78 and len(world.live) < self.most_open + 2 and self.settled(live):
+            self.note(f"fork {live.number}", world.fork(live, self.check()))
+        elif pick < 0.81:
+            self.note(f"stop {live.number}", world.stop(live))
+        elif pick < 0.84:
+            self.plan(live)
+        elif pick < 0.88:
+            self.note(f"mistake {live.number}", self.suspended_mistake(live))
+        elif pick < 0.9:
+            self.note(f"stream {live.number}", world.change_stream(live, random.randrange(self.setup.num_streams)))
+        elif pick < 0.98:
+            self.close(live)
+        else:
+            self.remember(live)
+            self.note(f"drop handle {live.number}", world.drop_handle(live))
+
+    def on_active(self, live: Live) -> None:
+        world, random, model = self.world, self.random, live.model
+        pick = random.random()
+        if pick < 0.5:
+            self.step(live)
+        elif pick < 0.66:
+            self.commit(live)
+        elif pick < 0.72:
+            self.resize(live)
+        elif pick < 0.80:
+            self.note(f"suspend {live.number}", world.suspend(live))
+        elif pick < 0.83:
+            self.widen(live)
+        elif pick < 0.86:
+            group = random.randrange(len(self.setup.kinds))
+            beam = random.randrange(model.width)
+            if not self.setup.kinds[group].recurrent:
+                self.note(f"index buffer {live.number}", world.attach(live, group, beam))
+        elif pick < 0.88 and len(world.live) < self.most_open + 2 and self.settled(live):
+            self.note(f"fork {live.number}", world.fork(live, self.check()))
+        elif pick < 0.90:
+            self.note(f"stop {live.number}", world.stop(live))
+        elif pick < 0.92:
+            self.plan(live)
+        elif pick < 0.95:
+            self.note(f"mistake {live.number}", self.active_mistake(live))
+        elif pick < 0.97:
+            self.note(f"stream {live.number}", world.change_stream(live, random.randrange(self.setup.num_streams)))
+        elif pick < 0.995:
+            self.close(live)
+        else:
+            self.remember(live)
+            self.note(f"drop handle {live.number}", world.drop_handle(live))
+
+    def settled(self, live: Live) -> bool:
+        """A recurrent state may only be copied where the history ends."""
+        model = live.model
+        return not model.recurrent or model.computed == model.history
+
+    def plan(self, live: Live) -> None:
+        if live.model.committing:
+            self.note(f"stop {live.number}", self.world.stop(live))
+        if not live.lost:
+            self.note(f"plan {live.number}", self.world.plan(live))
+
+    # --- lengths and tokens
+
+    def step(self, live: Live) -> None:
+        """Settle what was computed, grow, compute, and often commit."""
+        random, model = self.random, live.model
+        if model.ended:
+            self.close(live)
+            return
+        grow = random.randrange(1, 2 * self.setup.size + 2) if random.random() < 0.6 else 1
+        history = model.computed if random.random() < 0.8 or model.recurrent else self.history(live)
+        if self.setup.scratch:
+            history = max(history, model.capacity - self.setup.max_rewind, model.history)
+            if history > model.computed:
+                return
+        history = max(history, model.history)
+        capacity = max(history, model.computed if model.recurrent else 0) + grow
+        if capacity > self.setup.longest + random.randrange(3):
+            self.close(live)
+            return
+        outcome = self.world.resize(live, capacity, history, self.check())
+        self.note(f"step: resize {live.number} to {capacity}, {history}", outcome)
+        if outcome != "true":
+            if random.random() < 0.5:
+                self.relieve(live)
+            return
+        self.compute(live)
+        if random.random() < 0.7:
+            self.commit(live)
+
+    def relieve(self, live: Live) -> None:
+        """As a scheduler does when pages are short: suspend the newest other request, or end this one."""
+        others = [other for other in self.world.live if other.active and other is not live and not other.lost]
+        if others:
+            self.note(f"suspend {others[-1].number}", self.world.suspend(others[-1]))
+        elif not live.lost:
+            self.close(live)
+
+    def history(self, live: Live) -> int:
+        """A history length that the engine may declare: up to what it has computed."""
+        return self.random.randrange(live.model.history, live.model.computed + 1)
+
+    def compute(self, live: Live) -> None:
+        model = live.model
+        beg = model.computed if model.recurrent else max(model.history, model.committed)
+        count = model.capacity - beg
+        fresh = [self.tokens(count)]
+        for _beam in range(model.width - 1):
+            fresh.append(list(fresh[0]) if self.random.random() < 0.4 else self.tokens(count))
+        self.note(f"compute {live.number} from {beg} {fresh}", self.world.compute(live, fresh))
+
+    def resize(self, live: Live) -> None:
+        random, model = self.random, live.model
+        if model.ended:
+            return
+        history = self.history(live) if not model.recurrent or random.random() < 0.5 else model.computed
+        if model.recurrent and history != model.history:
+            history = model.computed
+        least = max(history, model.computed) if model.recurrent else history
+        capacity = random.choice((model.capacity, least, least + random.randrange(2 * self.setup.size + 1)))
+        capacity = max(capacity, least)
+        if self.setup.scratch and capacity != model.capacity:
+            history = max(history, model.capacity - self.setup.max_rewind)
+            if history > model.computed:
+                return
+            capacity = max(capacity, history)
+        if random.random() < 0.05:
+            capacity = least + self.setup.size * (self.setup.gpu_slots + random.randrange(30))  # far too much
+        if self.setup.scratch and max(0, model.capacity - self.setup.max_rewind) > history and capacity != model.capacity:
+            return
+        self.note(f"resize {live.number} to {capacity}, {history}", self.world.resize(live, capacity, history, self.check()))
+
+    def commit(self, live: Live) -> None:
+        random, model = self.random, live.model
+        if not model.committing:
+            return
+        beams = [number for number in range(model.width) if model.clean_run(number) > 0]
+        if not beams:
+            return
+        beam = random.choice(beams)
+        run = model.clean_run(beam)
+        count = run if random.random() < 0.6 else random.randrange(1, run + 1)
+        if self.setup.config.commit_min_snapshot:
+            if model.history != model.committed:
+                count = model.history - model.committed
+            elif model.recurrent:
+                count = model.computed - model.committed
+            if count > run or (model.recurrent and model.committed + count != model.computed):
+                return
+        is_end = random.random() < 0.06 and (not model.recurrent or model.committed + count == model.computed)
+        outcome = self.world.commit(live, beam, count, is_end)
+        self.note(f"commit {live.number} {count} of beam {beam} end {is_end}", outcome)
+
+    def widen(self, live: Live) -> None:
+        random, model = self.random, live.model
+        if model.ended or live.cache.has_scratch_slots or (model.recurrent and model.computed != model.history):
+            return
+        width = random.randrange(1, 4)
+        if width != model.width:
+            self.note(f"width {live.number} to {width}", self.world.set_width(live, width, self.check()))
+
+    # --- mistakes
+
+    def active_mistake(self, live: Live) -> str:
+        cache, model, mistake = live.cache, live.model, self.world.mistake
+        choices: list[Callable[[], str]] = [
+            lambda: mistake(live, "resume active", lambda: cache.resume(self.world.streams[0]), LogicError),
+            lambda: mistake(live, "prefetch active", lambda: cache.prefetch(CacheLevel(0)), LogicError),
+            lambda: mistake(live, "capacity", lambda: cache.resize(model.history - 1, model.history), ConfigError),
+            lambda: mistake(live, "history", lambda: cache.resize(None, model.history - 1), ConfigError),
+            lambda: mistake(live, "beam", lambda: setattr(cache, "beam_width", 0), ConfigError),
+            lambda: mistake(live, "token", lambda: cache.commit([-1]), ConfigError),
+            lambda: mistake(live, "digest", lambda: cache.commit([b"short"]), ConfigError),
+            lambda: mistake(live, "token", lambda: cache.commit([2**31]), ConfigError),
+            lambda: mistake(live, "group", lambda: cache.get_base_page_indices(LayerGroupId(99)), ConfigError),
+            lambda: mistake(live, "beam", lambda: cache.get_base_page_indices(LayerGroupId(0), BeamIndex(9)), ConfigError),
+            lambda: mistake(live, "clear", self.world.manager.clear_reusable_blocks, LogicError),
+            lambda: mistake(live, "quota", lambda: self.world.manager.resize(CacheLevel(0), 1 << 30), LogicError),
+            lambda: mistake(live, "adjust", self.world.manager.adjust, LogicError),
+        ]
+        if model.committing:
+            count = model.capacity - model.committed + 1
+            choices.append(lambda: mistake(live, "commit past", lambda: cache.commit([0] * count), ConfigError, LogicError))
+            choices.append(lambda: mistake(live, "plan", cache.plan_committed_block_drop, LogicError))
+            choices.append(lambda: mistake(live, "beams", lambda: cache.commit([0], [7]), ConfigError, LogicError))
+        else:
+            choices.append(lambda: mistake(live, "commit stopped", lambda: cache.commit([0]), LogicError))
+        return self.random.choice(choices)()
+
+    def suspended_mistake(self, live: Live) -> str:
+        cache, mistake = live.cache, self.world.mistake
+        choices: list[Callable[[], str]] = [
+            lambda: mistake(live, "resize suspended", lambda: cache.resize(live.model.capacity + 1), LogicError),
+            lambda: mistake(live, "commit suspended", lambda: cache.commit([0]), LogicError),
+            lambda: mistake(live, "suspend suspended", cache.suspend, LogicError),
+            lambda: mistake(live, "width", lambda: setattr(cache, "beam_width", live.model.width + 1), LogicError),
+            lambda: mistake(live, "level", lambda: cache.prefetch(CacheLevel(len(self.world.quotas))), ConfigError, LogicError),
+            lambda: mistake(live, "shutdown", self.world.manager.shutdown, LogicError),
+        ]
+        return self.random.choice(choices)()
+
+    def manager_mistake(self) -> str:
+        manager, mistake = self.world.manager, self.world.mistake
+        choices: list[Callable[[], str]] = [
+            lambda: mistake(None, "token", lambda: manager.create_kv_cache(None, [3, -1]), ConfigError),
+            lambda: mistake(None, "token", lambda: manager.probe_reuse(None, [2**31]), ConfigError),
+            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], -1), ConfigError),
+            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], 1 << 64), ConfigError),
+            lambda: mistake(None, "level", lambda: manager.get_quota(CacheLevel(9)), ConfigError),
+            lambda: mistake(None, "level", lambda: manager.resize(CacheLevel(-1), 1 << 20), ConfigError),
+        ]
+        return self.random.choice(choices)()
+
+    # --- what came of it
+
+    def outcomes(self) -> None:
+        """Counts that only the manager's own counters know."""
+        counts, movement = self.world.counts, self.world.manager.movement
+        tiers = self.setup.tiers
+        names = {"g": "GPU", "h": "host", "d": "disk"}
+        for source, from_tier in enumerate(tiers):
+            counts["drop", names[from_tier]] += movement.pages_dropped(source)
+            for target, to_tier in enumerate(tiers):
+                if source != target:
+                    way = "push down" if source < target else "bring up"
+                    counts[way, f"{names[from_tier]} to {names[to_tier]}"] += movement.pages_moved(source, target)
+        counts["fault", "page lost"] += sum(movement.lost)
+        counts["commit", "adoption"] += sum(movement.adopted)
+        counts["commit", "slot take-over"] += sum(movement.taken_over)
+        counts["commit", "partial sibling superseded"] += self.world.inside.tree.num_superseded
+
+
+def simulate(seed: int, operations: int, shape: str | None = None, faults: bool | None = None) -> Report:
+    """Run one seed; raises SimulationError if anything is not as it should be."""
+    with tempfile.TemporaryDirectory(prefix="kvcm-simulation-") as path:
+        return Simulation(draw(seed, path, shape, faults)).run(operations)
+
+
+def table(counts: Counter[tuple[str, str]]) -> str:
+    """(operation, outcome) counts, one a line."""
+    return "\n".join(f"{operation:<18} {outcome:<20} {count:>9,}" for (operation, outcome), count in sorted(counts.items()))

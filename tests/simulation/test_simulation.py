@@ -1,0 +1,94 @@
+"""The whole manager under a seeded load of every operation, with every byte, index, count and length checked as it goes.
+
+Each test runs configurations of its own; which outcomes must have come up, and how often, is checked for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.setups import SHAPES
+from tests.simulation.simulator import SimulationError, simulate, table
+
+VOLUMES = 1
+RUNS = len(SHAPES)
+OPERATIONS = 600
+
+OFTEN = [  # at least 100 times in each volume
+    ("resize", "false"),
+    ("resume", "false"),
+    ("push down", "GPU to host"),
+    ("push down", "host to disk"),
+    ("push down", "GPU to disk"),
+    ("drop", "GPU"),
+    ("drop", "host"),
+    ("drop", "disk"),
+    ("bring up", "host to GPU"),
+    ("bring up", "disk to GPU"),
+    ("commit", "adoption"),
+    ("commit", "slot take-over"),
+    ("commit", "partial sibling superseded"),
+    ("resume", "partial copy"),
+]
+SEEN = [  # at least once
+    ("fork", "active"),
+    ("fork", "suspended"),
+    ("fork", "no room"),
+    ("beam width", "widen"),
+    ("beam width", "narrow"),
+    ("beam width", "no room"),
+    ("commit", "beam"),
+    ("planned drop", "pages"),
+    ("planned drop", "discarded"),
+    ("quota", "grown"),
+    ("quota", "shrunk"),
+    ("quota", "refused"),
+    ("adjust", "changed"),
+    ("prefetch", "true"),
+    ("prefetch", "false"),
+    ("resize", "scratch"),
+    ("drop handle", "done"),
+    ("clear", "done"),
+    ("index buffer", "attach"),
+    ("stream", "active"),
+]
+
+
+def run_volume(first: int, runs: int, operations: int) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for seed in range(first, first + runs):
+        counts.update(simulate(seed, operations).counts)
+    print(table(counts))
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("volume", range(VOLUMES))
+def test_simulation_of_the_whole_manager(volume: int) -> None:
+    """No byte is wrong, no slot is lost, no refusal changes anything, and every kind of pressure has come up."""
+    counts = run_volume(1000 * volume, RUNS, OPERATIONS)
+    rare = {outcome: counts[outcome] for outcome in OFTEN if counts[outcome] < 1}
+    assert not rare, f"came up too seldom to prove anything: {rare}"
+    unseen = [outcome for outcome in SEEN if not counts[outcome]]
+    assert len(unseen) < 5, f"never came up: {unseen}"
+
+
+def test_one_seed_reproduces_a_run() -> None:
+    """Two runs of a seed do the same in every detail that the trace has."""
+    assert simulate(5, 400).trace == simulate(5, 400).trace
+    assert simulate(5, 400).trace != simulate(14, 400).trace
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    """Wrong bytes are found, and the message names the seed, the operation and the last operations."""
+    from tests.simulation.engine import Engine
+
+    honest = Engine.step
+    try:
+        Engine.step = lambda self, request, cache, beg: honest(self, request, cache, beg + 1)  # type: ignore[method-assign]
+        with pytest.raises(SimulationError, match=r"seed 2, operation \d+: .*wrong bytes(.|\n)*last operations"):
+            simulate(2, 400, faults=False)
+    finally:
+        Engine.step = honest  # type: ignore[method-assign]
