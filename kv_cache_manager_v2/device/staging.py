@@ -40,6 +40,7 @@ class StagingPiece:
         self.from_file = from_file  # file reads fill it, so that a late one may still write into it
         self.point: Point = NULL_POINT  # once released: when its use is over
         self.state = _LENT
+        self.transfers = 0  # file transfers that use it and have not ended; counted by whoever queues them
         self.timed_out = False  # it is or was quarantined
         self.behind: list[StagingPiece] = []  # pieces that it was handed on over before they were settled
 

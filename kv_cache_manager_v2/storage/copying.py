@@ -14,18 +14,23 @@ harms its page only.
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.staging import StagingPiece, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.errors import OutOfMemoryError
-from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, CacheTier, Point, SlotId, Stream
+from kv_cache_manager_v2.errors import CorruptedError, OutOfMemoryError
+from kv_cache_manager_v2.ids import NULL_POINT, CacheTier, Point, SlotId, Stream
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.places import Place
 from kv_cache_manager_v2.storage.settling import Settling
-from kv_cache_manager_v2.storage.staging import Staging
 
 NUM_STREAMS: Final = 4  # batches take turns, so that one does not often wait for an unrelated one
+PIECE_BYTES: Final = 1 << 20  # a slot larger than this passes in several pieces; smaller ones share one, so a file read that hangs
+# keeps no more than this of the ring
+
+_log: Final = logging.getLogger(__name__)
 
 
 class CopyBatch:
@@ -58,22 +63,22 @@ class Unit:
         self.pool = pool
         self.offset = offset  # in the slot
         self.nbytes = nbytes
-        self.piece = NO_SLOT  # staging piece that it passes through ...
+        self.piece: StagingPiece | None = None  # staging piece that it passes through ...
         self.address = 0  # ... and where in it
 
 
 class Copier:
-    """Queues batches. It blocks the host only when file reads of more than the staging area are under way."""
+    """Queues batches. It never blocks the host: a batch larger than the staging ring goes round it in stream order."""
 
-    def __init__(self, driver: Driver, timeline: Timeline, settling: Settling, staging: Staging) -> None:
+    def __init__(self, driver: Driver, timeline: Timeline, settling: Settling, ring: StagingRing) -> None:
         self._driver = driver
         self._timeline = timeline
         self._settling = settling
-        self._staging = staging
+        self._ring = ring
         self._streams: list[Stream] = []
         self._turn = 0
         self._stream = Stream(0)  # of the latest batch
-        self._pieces: list[SlotId] = []  # staging pieces of the batch being queued that it has not left yet
+        self._pieces: list[StagingPiece] = []  # staging pieces of the batch being queued that it has not left yet
         self._gates: list[int] = []  # gates that the stream has yet to be told to wait for
         self.source_free: Point = NULL_POINT  # of the latest batch
         self.ready: Point = NULL_POINT
@@ -97,7 +102,6 @@ class Copier:
         elif writes and batch.source.tier == CacheTier.HOST_MEM:
             self._write(batch)
         else:
-            self._staging.open()
             self._stage(batch)
         self._pass_gates()
         self.ready = self._timeline.record(self._stream)
@@ -122,19 +126,16 @@ class Copier:
             page.ready = self._timeline.merge(page.ready, point)
         return point
 
-    def reclaim_pieces(self) -> None:
-        """Take back staging pieces whose file reads have ended."""
-        for piece in self._settling.pieces:
-            self._staging.read_ended(piece)
-        self._settling.pieces.clear()
-
     def close(self) -> None:
         """Give streams and staging back; all work is complete."""
         for stream in self._streams:
             self._timeline.forget(stream)
             self._driver.destroy_stream(stream)
         self._streams.clear()
-        self._staging.close()
+        if self._ring.quarantined:
+            _log.warning("the staging ring is not given back: a file read that timed out may still write to it")
+        else:
+            self._ring.close()
 
     # --- without staging
 
@@ -155,7 +156,7 @@ class Copier:
             for i in range(len(batch.pages)):
                 offset = source.address(batch.source_slots[i])
                 gate = self._driver.read_file(self._stream, fd, offset, destination.address(batch.slots[i]), source.slot_bytes)
-                self._note_transfer(gate, batch, i, NO_SLOT)
+                self._note_direct(gate, batch, i)
 
     def _write(self, batch: CopyBatch) -> None:
         """Host memory to file."""
@@ -166,7 +167,7 @@ class Copier:
             for i in range(len(batch.pages)):
                 offset = destination.address(batch.slots[i])
                 gate = self._driver.write_file(self._stream, fd, offset, source.address(batch.source_slots[i]), source.slot_bytes)
-                self._note_transfer(gate, batch, i, NO_SLOT)
+                self._note_direct(gate, batch, i)
 
     # --- through staging
 
@@ -177,9 +178,9 @@ class Copier:
         units = self._cut(batch)
         done = 0
         while done < len(units):
-            count = self._place(units, done)
+            count = self._place(units, done, reads)
             if count == 0:
-                self._refill(reads)
+                self._go_round()
                 continue
             group = units[done : done + count]
             done += count
@@ -199,51 +200,46 @@ class Copier:
         units: list[Unit] = []
         for pool in range(len(batch.source.arenas)):
             slot_bytes = batch.source.arenas[pool].slot_bytes
-            step = min(slot_bytes, self._staging.piece_bytes)
+            step = min(slot_bytes, PIECE_BYTES, self._ring.largest)
             for offset in range(0, slot_bytes, step):
                 nbytes = min(step, slot_bytes - offset)
                 for index in range(len(batch.pages)):
                     units.append(Unit(index, pool, offset, nbytes))
         return units
 
-    def _place(self, units: list[Unit], beg: int) -> int:
+    def _place(self, units: list[Unit], beg: int, from_file: bool) -> int:
         """Give staging memory to units from `beg` on, as many as fit; the stream waits for its last use. Returns how many."""
-        left = 0
-        piece = NO_SLOT
-        address = 0
         index = beg
         while index < len(units):
-            unit = units[index]
-            if unit.nbytes > left:
-                if self._staging.free() == 0:
-                    break
-                piece, point = self._staging.take()
-                self._pieces.append(piece)
-                self._timeline.wait(self._stream, point)
-                left = self._staging.piece_bytes
-                address = self._staging.address(piece)
-            unit.piece = piece
-            unit.address = address
-            address += unit.nbytes
-            left -= unit.nbytes
-            index += 1
+            first = units[index].nbytes
+            piece = self._ring.acquire(self._stream, first, max(first, min(PIECE_BYTES, self._ring.largest)), from_file)
+            if piece is None:
+                break
+            self._pieces.append(piece)
+            left = piece.nbytes
+            address = piece.address
+            while index < len(units) and units[index].nbytes <= left:
+                unit = units[index]
+                unit.piece = piece
+                unit.address = address
+                address += unit.nbytes
+                left -= unit.nbytes
+                index += 1
         return index - beg
 
-    def _refill(self, reads: bool) -> None:
-        """The staging area is used up: leave our pieces, and if file reads keep them, wait for these."""
+    def _go_round(self) -> None:
+        """The ring is used up: let go of our own pieces, so that the rest of the batch follows in them, in stream order."""
+        if not self._pieces:
+            self._settling.poll()  # perhaps a read that had timed out has ended by now
+            if self._ring.quarantined:
+                raise OutOfMemoryError(
+                    "the staging ring has no room: file reads that timed out may still write to it: " + self._settling.last_error
+                )
+            raise CorruptedError("the staging ring has no room, and nobody uses it")
         self._pass_gates()
         point = self._timeline.record(self._stream)
         self._settling.stamp(point)
         self._leave_pieces(point)
-        if self._staging.free() == 0:
-            self._settling.wait()
-            self._settling.poll()
-            self.reclaim_pieces()
-        if self._staging.free() == 0:
-            raise OutOfMemoryError(
-                "every piece of the staging area is kept by a file read that timed out and may still write to it: "
-                f"{self._settling.last_error}"
-            )
 
     def _units_by_copy(self, batch: CopyBatch, units: list[Unit], outward: bool) -> None:
         """Copy between staging and slots of memory; one driver call for neighbours that differ in the page only."""
@@ -270,14 +266,13 @@ class Copier:
         for unit in units:
             offset = batch.source.arenas[unit.pool].address(batch.source_slots[unit.index]) + unit.offset
             gate = self._driver.read_file(self._stream, batch.source.fds[unit.pool], offset, unit.address, unit.nbytes)
-            self._staging.note_read(unit.piece)
-            self._note_transfer(gate, batch, unit.index, unit.piece)
+            self._note_transfer(gate, batch, unit, True)
 
     def _units_to_file(self, batch: CopyBatch, units: list[Unit]) -> None:
         for unit in units:
             offset = batch.destination.arenas[unit.pool].address(batch.slots[unit.index]) + unit.offset
             gate = self._driver.write_file(self._stream, batch.destination.fds[unit.pool], offset, unit.address, unit.nbytes)
-            self._note_transfer(gate, batch, unit.index, NO_SLOT)
+            self._note_transfer(gate, batch, unit, False)
 
     # --- parts
 
@@ -288,10 +283,16 @@ class Copier:
         self._turn = (self._turn + 1) % NUM_STREAMS
         return self._streams[self._turn]
 
-    def _note_transfer(self, gate: int, batch: CopyBatch, index: int, piece: SlotId) -> None:
-        """What the transfer writes to: a staging piece, else the destination slot."""
+    def _note_direct(self, gate: int, batch: CopyBatch, index: int) -> None:
+        """A transfer that writes to the destination slot itself, from memory that is not staging."""
         self._gates.append(gate)
-        self._settling.add(gate, batch.pages[index], batch.cell if piece == NO_SLOT else -1, batch.slots[index], piece)
+        self._settling.add(gate, batch.pages[index], batch.cell, batch.slots[index], None)
+
+    def _note_transfer(self, gate: int, batch: CopyBatch, unit: Unit, into_staging: bool) -> None:
+        """A transfer between a file and a staging piece."""
+        self._gates.append(gate)
+        cell = -1 if into_staging else batch.cell
+        self._settling.add(gate, batch.pages[unit.index], cell, batch.slots[unit.index], unit.piece)
 
     def _pass_gates(self) -> None:
         for gate in self._gates:
@@ -300,5 +301,5 @@ class Copier:
 
     def _leave_pieces(self, point: Point) -> None:
         for piece in self._pieces:
-            self._staging.leave(piece, point)
+            self._ring.release(piece, point)
         self._pieces.clear()

@@ -20,6 +20,7 @@ from typing import Final
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, Point, SlotId, Stream
@@ -32,7 +33,6 @@ from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
 from kv_cache_manager_v2.storage.places import Places
 from kv_cache_manager_v2.storage.planning import Planner, Shortage
 from kv_cache_manager_v2.storage.settling import Settling
-from kv_cache_manager_v2.storage.staging import Staging
 
 _log: Final = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ class Hierarchy(PageKeeper):
         self.timeline = timeline
         self._pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.places = Places(driver, layout, sizings, tier_configs)
-        self.settling = Settling(driver, timeline)
+        self.ring = StagingRing(driver, timeline)
+        self.settling = Settling(driver, timeline, self.ring)
         tiers = [sizing.tier for sizing in sizings]
         self.levels = Levels(timeline, tiers, [list(sizing.slots) for sizing in sizings], self.settling)
         self.settling.serve(self.levels.allocators)
-        self.staging = Staging(driver, timeline)
-        self._copier = Copier(driver, timeline, self.settling, self.staging)
+        self._copier = Copier(driver, timeline, self.settling, self.ring)
         self.mover = Mover(self.levels, self.places.by_cell, self._copier, counters)
         self.planner = Planner(self.levels)
         self._no_need = [0] * self.num_groups
@@ -406,8 +406,6 @@ class Hierarchy(PageKeeper):
         lost: its owner is told, and a droppable one is freed. O(transfers in flight); nothing to do costs nothing."""
         settling = self.settling
         settling.poll()
-        if settling.pieces:
-            self._copier.reclaim_pieces()
         if settling.lost:
             lost = settling.lost
             settling.lost = []
@@ -434,7 +432,6 @@ class Hierarchy(PageKeeper):
         self._driver.synchronize()
         self.settling.poll()
         self.settling.forget_spent_gates()
-        self._copier.reclaim_pieces()
         self.levels.close()
         self._copier.close()
         written = self.settling.landing_cells()

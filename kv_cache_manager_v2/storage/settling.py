@@ -10,7 +10,8 @@ A page stays the same object wherever it moves, so a load that failed is noticed
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_PENDING, GATE_TIMED_OUT, Driver
+from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT, Driver
+from kv_cache_manager_v2.device.staging import StagingPiece, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
@@ -20,12 +21,12 @@ from kv_cache_manager_v2.storage.page import Page
 class Transfer:
     """One file read or write that the host has not seen the end of."""
 
-    def __init__(self, gate: int, page: Page | None, cell: int, slot: SlotId, piece: SlotId) -> None:
+    def __init__(self, gate: int, page: Page | None, cell: int, slot: SlotId, piece: StagingPiece | None) -> None:
         self.gate = gate
         self.page = page  # whose bytes it carries; None once they no longer depend on it
         self.cell = cell  # level and pool group of the slot that it writes to; -1 if it writes to no slot
         self.slot = slot
-        self.piece = piece  # staging piece that it writes to; NO_SLOT for none
+        self.piece = piece  # staging piece that it reads or writes
         self.passed = NULL_POINT  # the copy stream is past the gate: only then may the gate be forgotten
         self.timed_out = False
 
@@ -33,12 +34,13 @@ class Transfer:
 class Settling:
     """The list of transfers in flight. Each operation is O(transfers in flight), and free when there is none."""
 
-    def __init__(self, driver: Driver, timeline: Timeline) -> None:
+    def __init__(self, driver: Driver, timeline: Timeline, ring: StagingRing) -> None:
         self._driver = driver
         self._timeline = timeline
         self._transfers: list[Transfer] = []  # in order of submission
         self.in_flight = 0  # length of that list
         self._allocators: list[SlotAllocator] = []  # by cell; see `serve`
+        self._ring = ring
         self._batch: list[Transfer] = []  # of the copy batch being queued ...
         self._stamped = 0  # ... the first so many of which have their point
         self._spent_gates: list[int] = []  # settled, but a stream may still have to run past them
@@ -46,7 +48,6 @@ class Settling:
         self._landings: dict[int, int] = {}  # slot key -> transfers that may still write to the slot
         self._left: dict[int, Point] = {}  # slot key -> end of last use, for landings that nobody has any more
         self.lost: list[Page] = []  # pages newly known to be lost, for the hierarchy to deal with
-        self.pieces: list[SlotId] = []  # staging pieces that no transfer uses any more
         self.last_error = ""  # text of the latest failure, for messages
 
     def serve(self, allocators: list[SlotAllocator]) -> None:
@@ -55,8 +56,10 @@ class Settling:
 
     # --- submission
 
-    def add(self, gate: int, page: Page, cell: int, slot: SlotId, piece: SlotId) -> None:
+    def add(self, gate: int, page: Page, cell: int, slot: SlotId, piece: StagingPiece | None) -> None:
         """Note a transfer just queued, which writes to a slot (cell >= 0) or to a staging piece; `stamp` must follow."""
+        if piece is not None:
+            piece.transfers += 1
         transfer = Transfer(gate, page, cell, slot, piece)
         self._transfers.append(transfer)
         self._batch.append(transfer)
@@ -121,7 +124,7 @@ class Settling:
     # --- settling
 
     def poll(self) -> None:
-        """Look at every gate; free what its transfer kept. Lost pages are appended to `lost`, free staging pieces to `pieces`."""
+        """Look at every gate, in order of submission; free what its transfer kept. Lost pages are appended to `lost`."""
         self.forget_spent_gates()
         if self.in_flight == 0:
             return
@@ -130,20 +133,24 @@ class Settling:
             state = self._driver.poll_gate(transfer.gate)
             if state == GATE_PENDING:
                 pending.append(transfer)
-            elif state == GATE_TIMED_OUT:
+                continue
+            if state in (GATE_TIMED_OUT, GATE_LATE) and not transfer.timed_out:
+                transfer.timed_out = True
+                self._note_loss(transfer)
+                if transfer.piece is not None:
+                    self._ring.quarantine(transfer.piece)
+            if state == GATE_TIMED_OUT:
                 pending.append(transfer)
-                if not transfer.timed_out:
-                    transfer.timed_out = True
-                    self._note_loss(transfer)
-            else:
-                if state != GATE_DONE and not transfer.timed_out:
-                    self._note_loss(transfer)
-                self._finish(transfer)
+                continue
+            if state != GATE_DONE or (transfer.piece is not None and transfer.piece.suspect()):
+                self._note_loss(transfer)
+            self._finish(transfer)
         self._transfers = pending
         self.in_flight = len(pending)
 
     def _note_loss(self, transfer: Transfer) -> None:
-        self.last_error = self._driver.gate_error(transfer.gate)
+        error = self._driver.gate_error(transfer.gate)
+        self.last_error = error if error else "a file read that timed out may have written into another transfer's staging memory"
         page = transfer.page
         if page is not None and not page.lost:
             page.lost = True
@@ -163,8 +170,11 @@ class Settling:
                 del self._landings[key]
                 if key in self._left:
                     self._allocators[transfer.cell].release(transfer.slot, self._left.pop(key))
-        if transfer.piece != NO_SLOT:
-            self.pieces.append(transfer.piece)
+        piece = transfer.piece
+        if piece is not None:
+            piece.transfers -= 1
+            if piece.transfers == 0:
+                self._ring.settle(piece)
         self._spent_gates.append(transfer.gate)
         self._spent_points.append(transfer.passed)
 

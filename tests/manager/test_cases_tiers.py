@@ -24,9 +24,12 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.device.arenas import HostArena
-from kv_cache_manager_v2.storage.staging import NUM_PIECES, PIECE_BYTES
+from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
+from kv_cache_manager_v2.storage.copying import PIECE_BYTES
 from tests.manager import inside
 from tests.manager.helpers import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, model, slot_size, small, toks
+
+NUM_PIECES = DEFAULT_RING_BYTES // PIECE_BYTES
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -70,7 +73,15 @@ def test_case_080_an_index_buffer_is_the_engines_to_overwrite() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])
-@pytest.mark.parametrize("blocks", [NUM_PIECES - 1, NUM_PIECES, NUM_PIECES + 1, NUM_PIECES * 5 // 2])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        NUM_PIECES - 1,
+        NUM_PIECES,
+        NUM_PIECES + 1,
+        NUM_PIECES * 5 // 2,
+    ],
+)
 def test_case_081_staging_wraps(tmp_path: object, blocks: int, schedule: str) -> None:
     """GPU and disk only: batches of as many pages as the staging area has pieces, one more or less, and more than twice as many,
     back to
