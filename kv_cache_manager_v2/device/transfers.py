@@ -8,6 +8,7 @@ that went on may have read or overwritten the memory in between.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from kv_cache_manager_v2.errors import ConfigError, LogicError
 DEFAULT_IO_THREADS: Final = 8
 DEFAULT_TIMEOUT_S: Final = 60.0
 
-_READY_POLL_S: Final = 0.0001  # how often a thread looks whether the work before a transfer is complete
+_log: Final = logging.getLogger(__name__)
 _FOREVER_S: Final = 3600.0  # a wait without an end in sight still wakes up now and then
 
 
@@ -96,7 +97,7 @@ class Transfer:
 
 
 class TransferPool:
-    """At most `threads` threads that carry out transfers, first ready first started, and one that watches the clock.
+    """At most `threads` threads that carry out transfers, started in the order of submission, and one that watches the clock.
 
     A thread whose transfer has timed out no longer counts, and a new one takes its place, up to twice the number of threads in
     all; after that what has not started fails at once, so that gates open even when the file system is dead. Threads start as
@@ -114,40 +115,32 @@ class TransferPool:
         self._changed = Condition(lock)  # work came, or a transfer ended, or the pool closes
         self._clock_changed = Condition(lock)  # the watchman has an earlier deadline to keep
         self._ready: deque[Transfer] = deque()
-        self._waiting: list[tuple[Transfer, Callable[[], bool]]] = []  # in submission order; not ready when last looked at
         self._running: list[Transfer] = []  # started and not timed out
         self._hung: list[Transfer] = []  # timed out and not ended
         self._workers = 0  # live threads, hung ones included
         self._idle = 0  # of these, the ones that wait for work
+        self._no_threads = False  # the process has refused one
         self._watchman = False
         self._closing = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Start the transfer as soon as a thread is free, after all that were submitted or found ready before."""
+        """Start the transfer as soon as a thread is free, after all that were submitted before."""
         with self._changed:
             self._check_open(transfer)
             self._ready.append(transfer)
             self._wake()
         self._fail_if_dead()
 
-    def submit_when(self, transfer: Transfer, ready: Callable[[], bool]) -> None:
-        """As `submit`, once `ready()` has said True: asked on the pool's threads, in submission order; it must not block."""
-        with self._changed:
-            self._check_open(transfer)
-            self._waiting.append((transfer, ready))
-            self._wake()
-        self._fail_if_dead()
-
     def outstanding(self) -> int:
         """Transfers whose gate is closed, that is not started, or running in time."""
         with self._changed:
-            return len(self._ready) + len(self._waiting) + len(self._running)
+            return len(self._ready) + len(self._running)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until every gate is open; False if that took longer than the limit."""
         end = time.monotonic() + timeout_s
         with self._changed:
-            while self._ready or self._waiting or self._running:
+            while self._ready or self._running:
                 left = end - time.monotonic()
                 if left <= 0.0:
                     return False
@@ -175,45 +168,39 @@ class TransferPool:
     def _wake(self) -> None:
         if self._idle > 0:
             self._changed.notify_all()
-        lacking = len(self._ready) + len(self._waiting) > self._idle
+        lacking = len(self._ready) > self._idle
         if lacking and self._workers - len(self._hung) < self.threads and self._workers < 2 * self.threads:
-            self._workers += 1
-            Thread(target=self._work, name=f"kvcm-io-{self._workers}", daemon=True).start()
+            if _start(self._work, f"kvcm-io-{self._workers + 1}"):
+                self._workers += 1
+            else:
+                self._no_threads = True
         if not self._watchman:
-            self._watchman = True
-            Thread(target=self._watch, name="kvcm-io-watchman", daemon=True).start()
+            self._watchman = _start(self._watch, "kvcm-io-watchman")
 
     def _fail_if_dead(self) -> None:
         """No lock held. When every thread that we may have hangs, open the gates of all that waits for one."""
         dead: list[Transfer] = []
         with self._changed:
+            why = ""
             if len(self._hung) >= 2 * self.threads:
+                why = f"not started: all of {len(self._hung)} I/O threads hang in transfers that timed out"
+            elif self._no_threads and self._workers == 0:
+                why = "not started: the process cannot start a thread"
+            if why:
                 dead += self._ready
-                dead += [transfer for transfer, _ready in self._waiting]
                 self._ready.clear()
-                self._waiting = []
                 for transfer in dead:
-                    transfer.finish(f"not started: all of {len(self._hung)} I/O threads hang in transfers that timed out")
+                    transfer.finish(why)
                 self._changed.notify_all()
         for transfer in dead:
             transfer.opened()
-
-    def _next(self) -> Transfer | None:
-        if self._ready:
-            return self._ready.popleft()
-        for i in range(len(self._waiting)):
-            transfer, ready = self._waiting[i]
-            if ready():
-                del self._waiting[i]
-                return transfer
-        return None
 
     def _take(self) -> Transfer | None:
         """No lock held. The next transfer to carry out; None: the thread shall end."""
         with self._changed:
             while True:
-                transfer = self._next()
-                if transfer is not None:
+                if self._ready:
+                    transfer = self._ready.popleft()
                     transfer.deadline_s = time.monotonic() + self.timeout_s
                     self._running.append(transfer)
                     if len(self._running) == 1:
@@ -222,7 +209,7 @@ class TransferPool:
                 if self._closing:
                     return None
                 self._idle += 1
-                self._changed.wait(_READY_POLL_S if self._waiting else _FOREVER_S)
+                self._changed.wait(_FOREVER_S)
                 self._idle -= 1
 
     def _work(self) -> None:
@@ -264,7 +251,7 @@ class TransferPool:
                         expired.append(transfer)
                 if expired:
                     self._changed.notify_all()
-                    if self._ready or self._waiting:
+                    if self._ready:
                         self._wake()
                 else:
                     self._clock_changed.wait(self._running[0].deadline_s - now if self._running else _FOREVER_S)
@@ -272,3 +259,13 @@ class TransferPool:
                 transfer.opened()
             if expired:
                 self._fail_if_dead()
+
+
+def _start(target: Callable[[], None], name: str) -> bool:
+    """Start a thread; False if the process cannot have another one."""
+    try:
+        Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        _log.warning("the thread %s could not be started: %s", name, error)
+        return False
+    return True

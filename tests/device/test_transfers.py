@@ -226,22 +226,6 @@ def test_one_thread_keeps_the_order_of_many() -> None:
     assert log == [f"{i:02}" for i in range(20)]
 
 
-def test_a_transfer_that_is_not_ready_lets_others_pass() -> None:
-    """`submit_when` starts once its question is answered True; what is ready does not wait behind it."""
-    pool = TransferPool(threads=1)
-    log: list[str] = []
-    ready = threading.Event()
-    waiting, other = Scripted(log, "waiting"), Scripted(log, "other")
-    pool.submit_when(waiting, ready.is_set)
-    pool.submit(other)
-    assert other.gate_opened.wait(10)
-    assert not waiting.started.is_set()
-    ready.set()
-    assert waiting.gate_opened.wait(10)
-    assert log == ["other", "waiting"]
-    assert pool.close(10)
-
-
 def test_whatever_a_transfer_raises_its_gate_opens() -> None:
     pool = TransferPool(threads=1)
     transfers = [Scripted([], "a", error="bad disk"), Scripted([], "b", error="raise"), Scripted([], "c")]
