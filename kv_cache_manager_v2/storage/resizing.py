@@ -78,9 +78,10 @@ class AdjustResult:
 def resize_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float] | None, best_efforts: bool) -> ResizeResult:
     """Give a level another quota in bytes, divided by `weights` (None: by those that it has).
 
-    Refused below the level's minimum, and where the pages that must be kept do not fit. `best_efforts`: instead of a refusal or of
-    the device's OutOfMemoryError, the largest feasible quota not above the asked one, in whole grains; since only growing can fail
-    at the asked size and succeed below it, it lies between the present quota and the asked one. O(log grains) resizes tried then.
+    Refused below the level's minimum, where the pages that must be kept do not fit, and where the device has no memory left.
+    `best_efforts`: instead of a refusal, the largest feasible quota not above the asked one, in whole grains; since only
+    growing can fail at the asked size and succeed below it, it lies between the present quota and the asked one. O(log grains)
+    resizes tried then.
     """
     current = hierarchy.sizings[level]
     grain = current.granularity
@@ -88,17 +89,17 @@ def resize_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[flo
     if asked < current.minimum_quota:
         refused = ResizeResult(level, current.slots, current.slots)
         return refused.refuse(f"a quota of {quota} bytes is below the level's minimum of {current.minimum_quota} bytes", -1, 0)
-    if not best_efforts or asked <= current.quota:
-        return resize_level(hierarchy, level, resized(hierarchy.layout, current, asked, weights))
     result = _try_quota(hierarchy, level, asked, weights)
+    if result.ok or not best_efforts or asked <= current.quota:
+        return result
     low, high = current.quota // grain, asked // grain  # feasible, infeasible
-    while not result.ok and high - low > 1:
+    while high - low > 1:
         middle = (low + high) // 2
         if _try_quota(hierarchy, level, middle * grain, weights).ok:
             low = middle
         else:
             high = middle
-    if not result.ok and low * grain > current.quota:
+    if low * grain > current.quota:
         return ResizeResult(level, current.slots, hierarchy.sizings[level].slots)
     return result
 
