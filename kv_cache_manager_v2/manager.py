@@ -123,6 +123,8 @@ class KVCacheManager(ManagerViews):
         """
         if id is not None and not 0 <= id < UNSIGNED_64_LIMIT:
             raise ConfigError(f"id {id} is out of range: it must be in 0..2**64-1, or None")
+        if expected_prompt_length is not None and expected_prompt_length < 0:
+            raise ConfigError(f"expected_prompt_length {expected_prompt_length} is negative; leave it out if it is not known")
         plain = self._text_only(text_only)
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
         tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest

@@ -68,9 +68,27 @@ def _widen(state: SequenceState, width: int) -> None:
         for recurrence in recurrences:
             recurrence.give_up(shared.hierarchy, True, NULL_POINT)
         raise
+    _count_copies(state, lanes, first)
     state.lanes = state.lanes + lanes
     state.extra_recurrences.extend(recurrences)
     state.width = width
+
+
+def _count_copies(state: SequenceState, lanes: list[Lane], first: int) -> None:
+    """Count the pages that further beams took: the copied one as a copy, all behind it as if the beams had grown."""
+    pending = state.pending
+    if pending is None:
+        return
+    pending.before_growth(state.history)
+    partial = state.history % state.tokens_per_block != 0
+    for lane in lanes:
+        behind = first + 1 if partial else first
+        if partial and first < len(lane.pages) and lane.pages[first] is not None:
+            pending.copied[lane.index] += 1
+            pending.dirty = True
+        lane.pending_from = behind
+        state.count_taken(lane, behind, sum([1 for page in lane.pages[behind:] if page is not None]))
+    state.mark_dirty()
 
 
 def _copy_lane(state: SequenceState, source: Lane, first: int) -> Lane:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kv_cache_manager_v2.errors import OutOfPagesError
 from kv_cache_manager_v2.sequence.indices import bad_run
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 
 
@@ -33,6 +34,8 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin.scratch = state.scratch
     twin.provision = state.provision.share() if state.provision is not None else None
     twin.borrowed_tail = state.history % size != 0
+    if state.pending is not None:
+        twin.pending = PendingStats(len(shared.life_cycles), shared.hierarchy.num_levels, state.pending.expected_prompt_length)
     if state.tip is not None:
         twin.tip = state.tip
         shared.tree.pin(state.tip)
@@ -40,6 +43,7 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
         _mark_written(state)
     for number, lane in enumerate(twin.lanes):
         _share_pages(state, state.lanes[number], state.lanes[beam * len(twin.lanes) + number], lane, twin.num_blocks)
+    twin.settle_counts()
     if snapshot is not None and twin.recurrence is not None:
         shared.hierarchy.hold(snapshot)
         twin.recurrence.page = snapshot

@@ -51,7 +51,7 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     if not _make_room(state, need, leaving, spans, history):
         return False
     if blocks > state.num_blocks and state.pending is not None:
-        state.pending.before_growth(state.history, state.num_blocks)
+        state.pending.before_growth(state.history)
     state.set_history(history)
     if blocks < state.num_blocks:
         _shrink(state, blocks)
@@ -262,8 +262,7 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
             lane.pages.append(page)
             lane.row.append(page.slot)
             taken += 1
-        if state.pending is not None:
-            state.pending.grown(lane.index, taken)
+        state.count_taken(lane, state.num_blocks, taken)
     state.mark_dirty()
 
 
@@ -279,9 +278,10 @@ def _shrink(state: SequenceState, blocks: int) -> None:
             page = lane.pages.pop()
             if page is None:
                 continue
-            if state.pending is not None:
-                state.pending.taken_back(lane.index, ordinal)
+            state.count_given_back(lane, ordinal)
             if beg <= ordinal < end:
                 hierarchy.release(page)  # held for a late commit
             else:
                 hierarchy.unlock(page, point)
+        lane.pending_from = min(lane.pending_from, blocks)
+    state.unmark_if_undone()

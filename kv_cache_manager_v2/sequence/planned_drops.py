@@ -40,6 +40,8 @@ class PlannedDropHandle:
         self._pages = []
         with self._shared.lock:
             withdraw(self._shared, pages)
+            if self._shared.ledger.enabled:
+                self._shared.ledger.note_peaks()
 
 
 def withdraw(shared: Shared, pages: list[Page]) -> None:

@@ -71,9 +71,13 @@ def _hold_matched(state: SequenceState, lane: Lane, match: Match) -> None:
 def _credit_levels(state: SequenceState) -> None:
     """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
 
-    A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU.
+    A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU. Without attention it is the
+    snapshot that has to be brought.
     """
     size = state.tokens_per_block
+    if not state.lanes and state.recurrence is not None and state.recurrence.page is not None:
+        state.cached_tokens_by_level[state.recurrence.page.level] += state.committed
+        return
     for ordinal in range(state.num_blocks):
         level = 0
         for lane in state.lanes:
@@ -92,7 +96,8 @@ def _count_reuse(state: SequenceState, pending: PendingStats, match: Match) -> N
                 table = pending.full_reused if ordinal < full else pending.partial_reused
                 table[lane.index][page.level] += 1
     pending.reused_tokens_by_level = list(state.cached_tokens_by_level)
-    pending.first_pending = state.num_blocks
+    pending.tail_matched = True
+    state.settle_counts()
     if state.recurrence is not None and match.num_lookup_tokens > 0:
         snapshots = pending.snapshots
         snapshots.snapshot_lookups = 1
@@ -287,7 +292,7 @@ def _count_copy(state: SequenceState, source: Page) -> None:
     if pending is None or not state.shared.life_cycles[source.life_cycle].is_attention:
         return
     pending.copied[source.life_cycle] += 1
-    if source.owner is None:
+    if source.owner is None and pending.tail_matched:
         pending.copies_missed[source.life_cycle] += 1
     pending.dirty = True
     state.mark_dirty()
@@ -372,6 +377,8 @@ def close(state: SequenceState) -> None:
     state.tail = b""
     state.tail_ids = []
     del shared.open[state.serial]
+    if state.pending is not None:
+        state.pending.clear()
     if state.request_id is not None:
         shared.ledger.dirty.discard(state.request_id)
 

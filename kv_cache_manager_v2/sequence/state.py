@@ -155,6 +155,8 @@ class Lane:
         self.row = IndexRow()
         self.scratch: list[Page] = []  # slots that the blocks of `scratch_span` share
         self.scratch_span = (0, 0)
+        self.pending_from = 0  # statistics: pages from this ordinal on are counted as taken, and not committed yet
+        self.generated_from = NEVER  # ... and from this one on as taken while generating
 
     def stale(self, history: int) -> tuple[int, int]:
         """The life cycle's stale range, cut to the blocks that there are."""
@@ -288,6 +290,34 @@ class SequenceState:
             ledger = self.shared.ledger
             if self.request_id not in ledger.excluded:
                 ledger.dirty.add(self.request_id)
+
+    def count_taken(self, lane: Lane, first: int, count: int) -> None:
+        """Count the pages that a lane took from this ordinal on."""
+        pending = self.pending
+        if pending is not None:
+            pending.grown(lane.index, count)
+            if pending.generating:
+                lane.generated_from = min(lane.generated_from, first)
+
+    def count_given_back(self, lane: Lane, ordinal: int) -> None:
+        """Undo the count of a page that shrinking takes away, if it is not committed."""
+        pending = self.pending
+        if pending is not None and ordinal >= lane.pending_from:
+            pending.taken_back(lane.index, ordinal >= lane.generated_from)
+
+    def settle_counts(self) -> None:
+        """All that is counted up to now was committed, or is not to be counted."""
+        for lane in self.lanes:
+            lane.pending_from = len(lane.pages)
+            lane.generated_from = NEVER
+
+    def unmark_if_undone(self) -> None:
+        """If shrinking took back all that was counted, there is nothing to commit."""
+        pending = self.pending
+        if pending is not None and pending.dirty and pending.empty():
+            pending.dirty = False
+            if self.request_id is not None:
+                self.shared.ledger.dirty.discard(self.request_id)
 
     # --- tokens
 

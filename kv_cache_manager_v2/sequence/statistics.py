@@ -3,8 +3,12 @@
 Rule: a request's own counts are *pending* until the engine commits them, so that work that is undone in the same step was never
 counted; movement belongs to the manager and is read as the difference of monotone tables. What is off costs nothing.
 
-Blocks taken by growth since the last commit form a suffix of a lane: shrinking takes back exactly those that it removes from it. A
-block is a generation block if the history had reached the expected prompt length when it was taken, else it is a missed one.
+Blocks taken by growth since the last commit form a suffix of each lane (`Lane.pending_from`): shrinking takes back exactly those
+that it removes from it. A block is a generation block if the history had reached the expected prompt length when it was taken, else
+it is a missed one; generation does not end, so those blocks form a suffix too (`Lane.generated_from`).
+
+A block counts once for each beam that has a page of its own. What widening copies counts as taken, not as missed. Narrowing takes
+nothing back: those pages were used.
 """
 
 from __future__ import annotations
@@ -32,25 +36,20 @@ class PendingStats:
         self.generating = False  # once reached, for good
         self.allocated: list[int] = [0] * num_life_cycles  # by growth
         self.generated: list[int] = [0] * num_life_cycles  # those of `allocated` taken while generating
-        self.first_pending = 0  # blocks before this ordinal were committed, or reused
-        self.first_generated = 1 << 60  # pending blocks from here on are generation blocks
-        self.copied: list[int] = [0] * num_life_cycles  # private copies of partly matched blocks
-        self.copies_missed: list[int] = [0] * num_life_cycles  # those whose source had left the tree
+        self.copied: list[int] = [0] * num_life_cycles  # private copies of blocks that others have too
+        self.copies_missed: list[int] = [0] * num_life_cycles  # those of matched blocks that had left the tree by then
+        self.tail_matched = False  # whether the last block, until it is copied, is one of the tree's
         self.full_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]  # [life cycle][level]
         self.partial_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.reused_tokens_by_level: list[int] = [0] * num_levels
         self.snapshots = SsmSnapshotIterationStatsDelta()
         self.dirty = False  # whether anything was counted
 
-    def before_growth(self, history: int, first_new: int) -> None:
-        """Blocks from ordinal `first_new` on are about to be taken, at this history."""
+    def before_growth(self, history: int) -> None:
+        """Blocks are about to be taken, at this history."""
         expected = self.expected_prompt_length
         if not self.generating and expected is not None and history >= expected:
             self.generating = True
-        if self.generating:
-            self.first_generated = min(self.first_generated, first_new)
-        elif first_new < self.first_generated:
-            self.first_generated = 1 << 60
 
     def grown(self, life_cycle: int, count: int) -> None:
         """So many pages were taken."""
@@ -60,13 +59,17 @@ class PendingStats:
         if count:
             self.dirty = True
 
-    def taken_back(self, life_cycle: int, ordinal: int) -> None:
-        """The page of a block was given up by shrinking: if it was pending, it was never taken."""
-        if ordinal < self.first_pending:
-            return
+    def taken_back(self, life_cycle: int, generated: bool) -> None:
+        """A page that was pending was given up by shrinking: it was never taken."""
         self.allocated[life_cycle] -= 1
-        if ordinal >= self.first_generated:
+        if generated:
             self.generated[life_cycle] -= 1
+
+    def empty(self) -> bool:
+        """Whether nothing is counted. O(life cycles)."""
+        if any(self.allocated) or any(self.copied) or any(self.reused_tokens_by_level):
+            return False
+        return self.snapshots.snapshot_lookups == 0
 
     def request_delta(self, attention: Sequence[int]) -> KVCacheStatsDelta:
         """The counts of the attention life cycles, as one delta."""
@@ -79,8 +82,8 @@ class PendingStats:
             delta.missed_blocks += self.allocated[index] - self.generated[index] + self.copies_missed[index]
         return delta
 
-    def clear(self, num_blocks: int) -> None:
-        """All counted, or thrown away; `num_blocks`: the request's blocks now."""
+    def clear(self) -> None:
+        """All counted, or thrown away."""
         fresh = PendingStats(len(self.allocated), len(self.reused_tokens_by_level), self.expected_prompt_length)
         self.allocated = fresh.allocated
         self.generated = fresh.generated
@@ -90,8 +93,6 @@ class PendingStats:
         self.partial_reused = fresh.partial_reused
         self.reused_tokens_by_level = fresh.reused_tokens_by_level
         self.snapshots = fresh.snapshots
-        self.first_pending = num_blocks
-        self.first_generated = fresh.first_generated
         self.dirty = False
 
 

@@ -58,7 +58,8 @@ def commit_stats(state: SequenceState) -> KVCacheStatsDelta:
 def discard_stats(state: SequenceState) -> None:
     """Forget a request's pending counts."""
     if state.pending is not None:
-        state.pending.clear(state.num_blocks)
+        state.pending.clear()
+        state.settle_counts()
     if state.request_id is not None:
         state.shared.ledger.dirty.discard(state.request_id)
 

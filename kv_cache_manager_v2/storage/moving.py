@@ -246,8 +246,10 @@ class Mover:
                 self._arrive(page, target if source == levels.parking else source)
 
     def _arrive(self, page: Page, source: int) -> None:
-        self._counters.moved[page.life_cycle][source][page.level] += 1
         self._levels.settle(page)
-        if page.owner is not None and source != page.level:
+        if source == page.level:
+            return  # back from the parking area, after a failure: it never left
+        self._counters.moved[page.life_cycle][source][page.level] += 1
+        if page.owner is not None:
             self._moved.append(page)
             self._moved_from.append(source)
