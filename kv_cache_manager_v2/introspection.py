@@ -352,7 +352,6 @@ def make_test_block(
             block, outcome = shared.tree.insert(above, packed.data, count)
             if outcome != BLOCK_NEW:
                 raise ConfigError("the tree has this block already, or a longer one that covers it")
-            shared.tree.pin(block)
         finally:
             shared.tree.unpin(above)
         for index, coverage in enumerate(coverage_per_lc):
@@ -369,7 +368,6 @@ def close_test_block(block: StagedBlock) -> None:
         if block.closed:
             return
         block.closed = True
-        block.shared.tree.unpin(block.block)  # without a page and a child it goes already
         if block.block.attached:
             block.shared.tree.remove(block.block)
 

@@ -226,7 +226,7 @@ def test_a_staged_block_is_a_block_of_the_tree() -> None:
         assert introspection.all_slot_counts(manager) == before
 
 
-def test_a_staged_block_without_pages_stays_while_it_is_open() -> None:
+def test_a_staged_block_may_have_no_page() -> None:
     with Rig(small(8)) as rig:
         block = introspection.make_test_block(rig.manager, [1, 2], [0])
         assert introspection.num_tree_blocks(rig.manager) == 1
