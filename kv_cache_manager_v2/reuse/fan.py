@@ -132,6 +132,23 @@ def leaves(fan: Fan | None) -> list[Leaf]:
     return result
 
 
+def dismantle(fan: Fan) -> None:
+    """Part the branches of a fan that nobody lists any more, so that each is freed by itself; O(branches).
+
+    Freed through the topmost one, a deep fan would free them inside each other, which compiled `acyclic` objects do not survive.
+    """
+    leaf = fan
+    while isinstance(leaf, Branch):
+        leaf = leaf.low
+    stack: list[Fan] = [fan]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Branch):
+            stack.append(node.high)
+            stack.append(node.low)
+            node.low = node.high = leaf
+
+
 def best_leaf(
     fan: Fan, sequence: TokenSequence, beg: int, end: int, least: int, most: int, snapshots: bool
 ) -> tuple[Leaf | None, int]:

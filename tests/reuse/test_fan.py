@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,3 +146,20 @@ def test_ten_thousand_siblings_stay_shallow() -> None:
         depth += 1
     assert depth <= 34, depth
     assert len(root.child_blocks()) == 10_000
+
+
+DEEP_FAN = """
+from tests.reuse.helpers import FULL, Cache
+cache = Cache(32, FULL)
+for position in range(32):
+    for bit in range(31):
+        cache.store([0] * position + [1 << bit] + [0] * (31 - position))
+cache.tree.clear()
+"""
+
+
+def test_a_deep_fan_is_freed_branch_by_branch() -> None:
+    """A thousand siblings that each differ in a bit of their own make a fan a thousand deep; freeing it leaves memory intact."""
+    environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", DEEP_FAN], env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr[-2000:]
