@@ -34,15 +34,21 @@ class CacheListener(ABC):
 
     @abstractmethod
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
-        """A page became matchable: a new block's, or a wider one for a block that exists."""
+        """A page became matchable: a new block's, or a wider one for a block that exists.
+
+        A block that was hidden while loads were in flight tells its pages when it is shown, those told before once more.
+        """
 
     @abstractmethod
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
-        """One life cycle's page left a block that stays in the tree."""
+        """One life cycle's page, told or not, left a block that stays in the tree."""
 
     @abstractmethod
     def block_removed(self, block: CachedBlock) -> None:
-        """The block left the tree with all its pages; descendants follow, each with a call of its own, parents first."""
+        """The block leaves the tree with all its pages; descendants follow, each with a call of its own, parents first.
+
+        During this call its key can still be made, afterwards only if somebody asked before.
+        """
 
     @abstractmethod
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:

@@ -46,6 +46,7 @@ class Block(Leaf):
         self.unsettled = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
         self.attached = True
         self.key: bytes | None = None  # made when somebody asks
+        self.event_state: object = None  # the listener's own notes of this block
 
     def page_gone(self, page: Page) -> None:
         self.tree.page_gone(self, page)
@@ -232,8 +233,7 @@ class RadixTree:
         for page in pages:
             if page is not None:
                 self.keeper.adopt(page, new, page.coverage)
-                if self.listener is not None:
-                    self.listener.page_stored(new, page.life_cycle, page.level, page.priority, False)
+                self._tell_stored(new, page)
         self._recount(new)
 
     def pin(self, block: Block) -> None:
@@ -273,9 +273,8 @@ class RadixTree:
         if old is not None and old is not page:
             self.keeper.orphan(old)
         self._recount(block)
-        if self.listener is not None:
-            covers = self.life_cycles[page.life_cycle].usable_tokens(coverage, block.num_tokens) >= block.num_tokens
-            self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
+        if block.unsettled == 0:
+            self._tell_stored(block, page)
         return True
 
     def page_gone(self, block: Block, page: Page) -> None:
@@ -318,10 +317,14 @@ class RadixTree:
         self._recount(block)
 
     def show(self, block: Block) -> None:
-        """Undo one `hide`: that load went well. (After one that failed: `remove`.)"""
+        """Undo one `hide`: that load went well. (After one that failed: `remove`.) With the last one all pages are told."""
         assert block.unsettled > 0, "show without hide"
         block.unsettled -= 1
         self._recount(block)
+        if block.unsettled == 0 and block.attached:
+            for page in block.pages:
+                if page is not None:
+                    self._tell_stored(block, page)
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -382,15 +385,21 @@ class RadixTree:
             if block.ordinal >= 0:
                 self._let_go(block)
             block.attached = False
+            if isinstance(block.children, Branch):
+                fan.dismantle(block.children)
             block.children = None
             self._give_back_all(pages)
+
+    def _tell_stored(self, block: Block, page: Page) -> None:
+        if self.listener is not None:
+            covers = self.life_cycles[page.life_cycle].usable_tokens(page.coverage, block.num_tokens) >= block.num_tokens
+            self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
 
     def _tell_removed(self, block: Block) -> None:
         """Before the block's links are cut: its key still needs them."""
         if self._index is not None:
             del self._index[block.block_key()]
         if self.listener is not None:
-            block.block_key()
             self.listener.block_removed(block)
 
     def _let_go(self, block: Block) -> None:

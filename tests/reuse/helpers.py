@@ -101,6 +101,13 @@ class Notes(CacheListener):
         return result
 
 
+class KeyNotes(Notes):
+    """A listener that asks for the keys of the blocks that go."""
+
+    def block_removed(self, block: CachedBlock) -> None:
+        self.notes.append(("block removed", block.block_key()))
+
+
 class Cache:
     """A tree over a fake storage."""
 

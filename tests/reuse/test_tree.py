@@ -8,7 +8,7 @@ from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW, Block
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, digest, toks, window
+from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, KeyNotes, Notes, Token, digest, toks, window
 
 
 def insert(cache: Cache, parent: Block, tokens: list[Token]) -> tuple[Block, int]:
@@ -466,8 +466,8 @@ class TestKeys:
         assert cache.tree.find_key(b"no key") is None
 
     def test_a_removed_block_keeps_its_key_for_the_listener(self) -> None:
-        """Whoever was told of a block can name it later, though its links are cut."""
-        cache = Cache(2, FULL, listener=Notes())
+        """Whoever asks while being told of a block's end can name it later, though its links are cut."""
+        cache = Cache(2, FULL, listener=KeyNotes())
         path = cache.store(toks(0, 4))
         expected = [key for _part, key in sequence_to_blockchain_keys(2, None, toks(0, 4))][1:]
         cache.tree.clear()
@@ -480,6 +480,28 @@ class TestKeys:
         cache.tree.clear()
         with pytest.raises(LogicError, match="left the tree"):
             path[1].block_key()
+
+
+def test_a_hidden_block_is_told_when_it_is_shown() -> None:
+    """Pages whose contents may yet turn out to be wrong are no news; a block that is removed while hidden never was any."""
+    notes = Notes()
+    cache = Cache(2, FULL, window(4), listener=notes)
+    root = cache.tree.root(EMPTY_SCOPE)
+    block, _how = insert(cache, root, [1, 2])
+    cache.tree.hide(block)
+    cache.tree.hide(block)
+    cache.give(block, 0, 2)
+    cache.give(block, 1, 2)
+    cache.tree.show(block)
+    assert notes.take() == []
+    cache.tree.show(block)
+    assert notes.take() == [("stored", [1, 2], 0, True), ("stored", [1, 2], 1, True)]
+    other, _how = insert(cache, root, [3, 4])
+    cache.tree.hide(other)
+    cache.give(other, 0, 2)
+    cache.tree.remove(other)
+    cache.tree.show(other)
+    assert notes.take() == [("block removed", [3, 4])]
 
 
 def test_moves_are_told_for_listed_pages_only() -> None:
