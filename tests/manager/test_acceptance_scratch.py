@@ -60,6 +60,28 @@ def test_a_slot_that_leaves_scratch_waits_for_its_last_user() -> None:
         assert passed == [1]
 
 
+def test_a_slot_that_becomes_scratch_waits_for_its_last_user() -> None:
+    """The one slot that the gated producer gives up becomes the consumer's scratch, its page comes from the free one: the
+    consumer waits."""
+    config = model([attention(layer, GRAIN // 64, window=32) for layer in range(32)], gpu=2 * MIB, scratch_rewind=0)
+    with Rig(config) as rig:
+        producer = rig.start()
+        assert producer.cache.resize(32)
+        gate = rig.driver.gate(rig.stream)
+        producer.write(toks(0, 32))
+        producer.close()
+        stream = rig.new_stream()
+        consumer = rig.start(stream=stream)
+        assert consumer.cache.resize(64)
+        assert span(consumer) == (0, 1)
+        passed: list[int] = []
+        rig.driver.launch(stream, lambda: passed.append(1))
+        assert not passed
+        consumer.write(toks(100, 164))
+        gate.open()
+        assert passed == [1]
+
+
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_toggle(schedule: str) -> None:
     """Switching it off while blocks need it raises and changes nothing; off, decode on normal pages, on again for a second

@@ -149,3 +149,58 @@ def test_identical_blocks_are_shared(kinds: list[str | tuple[int, int]], wait_fo
         assert two.advance(toks(70, 80))
         one.check()
         two.check()
+
+
+@pytest.mark.parametrize("path", ["commit", "create"])
+def test_whoever_shares_a_block_waits_for_its_writer(path: str) -> None:
+    """A commit is publication order only: the first request's stream stands at a gate before it writes. Another that adopts its
+    block, or
+    matches it, does not get past that on its own stream before the gate opens, and then reads the right bytes."""
+    with Rig(small(32, host_slots=8)) as rig:
+        gate = rig.driver.gate(rig.stream)
+        first = rig.start()
+        assert first.advance(toks(0, 8))
+        stream = rig.new_stream()
+        second = rig.start(toks(0, 8) if path == "create" else None, stream=stream)
+        passed: list[int] = []
+        if path == "commit":
+            assert second.cache.resize(8)
+            second.write(toks(0, 8))
+            rig.driver.launch(stream, lambda: passed.append(0))
+            assert passed == [0]
+            second.cache.commit(toks(0, 8))
+        assert rig.indices(first.cache) == rig.indices(second.cache)
+        rig.driver.launch(stream, lambda: passed.append(1))
+        assert 1 not in passed
+        gate.open()
+        assert 1 in passed
+        second.check()
+        assert second.advance(toks(50, 55))
+        second.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_colder_identical_page_takes_over_the_slot(seed: int) -> None:
+    """The block that somebody committed first has sunk to the host: whoever commits it again keeps its own GPU slot and bytes,
+    the page
+    gives up its host slot, nothing is copied, and all later users read right bytes."""
+    with Rig(small(4, host_slots=4), "random", seed) as rig:
+        rig.seed(toks(0, 8))
+        hog = rig.take(4)
+        assert inside.pages_by_level(rig.manager, toks(0, 8)) == [1, 1]
+        hog.close()
+        request = rig.start(stream=rig.new_stream())
+        assert request.cache.resize(8)
+        slots = rig.indices(request.cache)
+        request.write(toks(0, 8))
+        copied = [rig.manager.movement.pages_moved(a, b) for a in (0, 1) for b in (0, 1)]
+        request.cache.commit(toks(0, 8))
+        assert rig.indices(request.cache) == slots
+        assert inside.pages_by_level(rig.manager, toks(0, 8)) == [0, 0]
+        assert rig.counts(1).free == 4
+        assert [rig.manager.movement.pages_moved(a, b) for a in (0, 1) for b in (0, 1)] == copied
+        reader = rig.start(toks(0, 8), stream=rig.new_stream())
+        assert len(reader.tokens) == 8
+        assert rig.indices(reader.cache) == slots
+        reader.check()
+        request.check()
