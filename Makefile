@@ -67,11 +67,11 @@ typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools
 stubtest: $(ENV) $(PURE)  ## the public stubs against the interpreted package, and for themselves
 	PYTHONPATH=build/pure MYPYPATH=build/pure $(BIN)/stubtest --mypy-config-file pyproject.toml \
 	    --allowlist stubs/stubtest_allowlist.txt kv_cache_manager_v2
-	cd build && MYPYPATH=pure ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
+	cd build && MYPYPATH=pure:../stubs ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
 	    $(addprefix pure/kv_cache_manager_v2/,$(STUB_FILES))
 
-.PHONY: stubs
-stubs: $(ENV)  ## draft the public stubs anew from the sources; then look at the difference and run stubtest
+.PHONY: draft-stubs
+draft-stubs: $(ENV)  ## draft the public stubs anew from the sources; then look at the difference and run stubtest
 	$(BIN)/python stubs/draft.py
 
 .PHONY: demo

@@ -1,4 +1,4 @@
-"""Drafts the public stubs anew from the sources: `python stubs/draft.py [MODULE ...]`, or `make stubs` for all that exist.
+"""Drafts the public stubs anew from the sources: `python stubs/draft.py [MODULE ...]`, or `make draft-stubs` for all that exist.
 
 Rule: the sources decide names and signatures. What an attribute's type is, where `__init__` does not say it, is taken from the stub
 as it stands, or marked TODO for a person to fill in. `make stubtest` judges the result.
