@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -63,19 +64,43 @@ def test_every_module_is_compiled_or_listed_as_interpreted(names: list[str], tes
 def test_imports_without_any_extra_and_names_its_build(environment: CleanEnvironment, tested_build: str) -> None:
     """Neither numpy nor torch nor a CUDA binding is needed, and build_info() tells which build was installed."""
     printed = environment.run(
-        "import sys, kv_cache_manager_v2.build as build\n"
-        "info = build.build_info()\n"
+        "import sys, kv_cache_manager_v2 as kvcm\n"
+        "info = kvcm.build_info()\n"
         "print(info.version, info.compiled, info.drivers[0], 'numpy' in sys.modules, 'torch' in sys.modules)"
     )
     version = built_wheel(tested_build).name.split("-")[1]
     assert printed.split() == [version, str(tested_build == "compiled"), "emulated", "False", "False"]
 
 
+def test_command_line_without_any_extra(environment: CleanEnvironment, tested_build: str) -> None:
+    """The console script and the module are one program; it replays a trace with nothing but the runtime dependencies."""
+    build = "compiled" if tested_build == "compiled" else "interpreted"
+    assert environment.call("kvcm", "--version").stdout == environment.call("python", "-m", PACKAGE, "--version").stdout
+    assert build in environment.call("kvcm", "--version").stdout
+    trace = environment.work / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]},
+        {"timestamp": 5, "input_length": 1536, "output_length": 1, "hash_ids": [1, 2, 3]},
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = environment.call("kvcm", "replay", str(trace), "--tokens-per-block", "512", "--gpu-blocks", "8", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["whole"]["hit_tokens"], report["whole"]["total_tokens"]) == (2, 1024, 2560)
+    assert report["build"] == build
+
+
 def test_type_checkers_see_the_stubs(environment: CleanEnvironment, tmp_path: Path) -> None:
     """A user's strictly checked program finds the package typed, and by its public stubs where a module has one."""
     program = tmp_path / "program.py"
     program.write_text(
+        "import kv_cache_manager_v2 as kvcm\n"
         "from kv_cache_manager_v2.errors import CuError\n"
+        "\n"
+        "def cached(manager: kvcm.KVCacheManager) -> int:\n"
+        "    with manager.create_kv_cache(None, [1, 2, 3]) as cache:\n"
+        "        return cache.num_committed_tokens\n"
+        "\n"
         "code: int = CuError('failed', 2, 'cuInit').error_code\n"
         "code = CuError('failed', '2')\n"
     )
@@ -85,5 +110,6 @@ def test_type_checkers_see_the_stubs(environment: CleanEnvironment, tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, env=without_path, capture_output=True, text=True, timeout=120)
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
     assert len(errors) == 2, done.stdout  # the argument and the assignment of the last line, and nothing else
-    assert all(line.startswith("program.py:3: error:") for line in errors), done.stdout
-    assert str(environment.site_packages / PACKAGE / "errors.pyi") in done.stderr
+    assert all(line.startswith("program.py:9: error:") for line in errors), done.stdout
+    for stub in ("__init__.pyi", "errors.pyi", "manager.pyi", "kv_cache.pyi"):
+        assert str(environment.site_packages / PACKAGE / stub) in done.stderr
