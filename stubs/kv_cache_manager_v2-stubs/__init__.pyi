@@ -36,6 +36,21 @@ from kv_cache_manager_v2.errors import (
     OutOfPagesError,
     PageDataLostError,
 )
+from kv_cache_manager_v2.event_hashes import v1_block_hash
+from kv_cache_manager_v2.event_mirror import EventMirror
+from kv_cache_manager_v2.event_records import (
+    EventSnapshot,
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheEventDiff,
+    KVCacheRemovedData,
+    KVCacheStoredBlockData,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+    UniqueToken,
+    serialize_events,
+)
+from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
     DEFAULT_BEAM_INDEX,
@@ -62,6 +77,7 @@ from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, type
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
+from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
@@ -128,6 +144,21 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
+    # events
+    "CacheListener",
+    "EventMirror",
+    "EventSnapshot",
+    "KVCacheCreatedData",
+    "KVCacheEvent",
+    "KVCacheEventDiff",
+    "KVCacheEventManager",
+    "KVCacheRemovedData",
+    "KVCacheStoredBlockData",
+    "KVCacheStoredData",
+    "KVCacheUpdatedData",
+    "UniqueToken",
+    "serialize_events",
+    "v1_block_hash",
     # ids, enums, constants
     "BAD_PAGE_INDEX",
     "DEFAULT_BEAM_INDEX",

@@ -1,0 +1,128 @@
+"""What the event stream has said of a block.
+
+Rule: a record lives as long as its block, or as a note of it that nobody has taken in. It is made at the first note, with those of
+the blocks before it, and names its block even when that has left the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.event_hashes import HashedBlock
+from kv_cache_manager_v2.event_records import MmKey
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import has_digest, unpack
+from kv_cache_manager_v2.reuse.tree import Block, RootBlock
+
+# What is known of a block in one layer group is a state of 16 bits: announced, cache level (7 bits), priority (8 bits).
+GROUP_BITS: Final = 16
+GROUP_MASK: Final = (1 << GROUP_BITS) - 1
+_ANNOUNCED: Final = 1 << 15
+_LEVEL_SHIFT: Final = 8
+_PRIORITY_MASK: Final = (1 << _LEVEL_SHIFT) - 1
+
+
+@mypyc_attr(acyclic=True)
+class EventBlock(HashedBlock):
+    """One block, or a scope's root."""
+
+    def __init__(self, parent: EventBlock | None, tokens: bytes, scope: ReuseScope) -> None:
+        super().__init__(parent, tokens, scope)
+        self.groups = 0  # states by layer group, GROUP_BITS each; 0 where the block is not announced
+        self.item: bytes | None = None  # digest of the multimodal item that the block's end belongs to ...
+        self.item_known = parent is None  # ... once looked for
+
+    def state(self, group: int) -> int:
+        """What is known in a layer group; 0 if it is not announced there."""
+        return self.groups >> group * GROUP_BITS & GROUP_MASK
+
+    def set_state(self, group: int, state: int) -> None:
+        self.groups ^= (self.state(group) ^ state) << group * GROUP_BITS
+
+    def before(self) -> EventBlock:
+        """The record of the block before it."""
+        parent = self.parent
+        assert isinstance(parent, EventBlock), "a block's record was cut off before the stream was done with it"
+        return parent
+
+
+def pack_state(level: int, priority: int) -> int:
+    """The state of an announced block."""
+    return _ANNOUNCED | level << _LEVEL_SHIFT | priority
+
+
+def level_in(state: int) -> int:
+    return (state & ~_ANNOUNCED) >> _LEVEL_SHIFT
+
+
+def priority_in(state: int) -> int:
+    return state & _PRIORITY_MASK
+
+
+def event_block(block: Block) -> EventBlock:
+    """The block's record, made if absent, with those of the blocks before it that have none."""
+    state = block.event_state
+    if state is not None:
+        assert isinstance(state, EventBlock)
+        return state
+    missing: list[Block] = []
+    node = block
+    while state is None and node.parent is not None:
+        missing.append(node)
+        node = node.parent
+        state = node.event_state
+    if state is None:
+        assert isinstance(node, RootBlock), "a page was stored in a block that has left the tree"
+        state = node.event_state = EventBlock(None, b"", node.scope)
+    assert isinstance(state, EventBlock)
+    record = state
+    while missing:
+        node = missing.pop()
+        record = EventBlock(record, node.tokens, record.scope)
+        node.event_state = record
+    return record
+
+
+def mm_keys_of(record: EventBlock, offset: int) -> list[MmKey]:
+    """Where multimodal items lie in a block: for each run of an item's positions the item's digest and the first position.
+
+    Ids above `offset` count positions of the latest digest before them, in this block or before it. O(tokens).
+    """
+    item = _item_at_end(record.before())
+    keys: list[MmKey] = []
+    if item is None and not has_digest(record.tokens):
+        return keys
+    running = False
+    for token in unpack(record.tokens):
+        if isinstance(token, bytes):
+            item = token
+            keys.append((token, 0))
+            running = True
+        elif item is not None and token > offset:
+            if not running:
+                keys.append((item, token - offset))
+            running = True
+        else:
+            running = False
+    return keys
+
+
+def _item_at_end(record: EventBlock) -> bytes | None:
+    """The latest digest up to the block's end; O(blocks before it that were never looked at)."""
+    missing: list[EventBlock] = []
+    node = record
+    while not node.item_known:
+        missing.append(node)
+        node = node.before()
+    item = node.item
+    while missing:
+        node = missing.pop()
+        if has_digest(node.tokens):
+            for token in unpack(node.tokens):
+                if isinstance(token, bytes):
+                    item = token
+        node.item = item
+        node.item_known = True
+    return item

@@ -1,0 +1,195 @@
+"""The hashes by which events name blocks.
+
+Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else; it is computed once, when
+an event first needs it. What is hashed outlives the block: a record keeps the tokens and a link to the record of the block before,
+so that a block which has left the tree can still be named.
+
+    v2_sha256, v2_blake3          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
+    v2_sha256_64, v2_blake3_64    its first 8 bytes, big-endian, unsigned
+    v1_block_key                  the older mixing of 64 bits; what it cannot name (digests, and all behind them) gets v2_sha256_64
+    auto                          v1_block_key
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.event_records import BlockHash
+from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope, make_block_keys
+from kv_cache_manager_v2.reuse.tokens import has_digest, pack, unpack
+
+_log: Final = logging.getLogger(__name__)
+
+V1_BLOCK_KEY: Final = "v1_block_key"
+HASH_ALGORITHMS: Final = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
+
+_MASK_32: Final = (1 << 32) - 1
+_MASK_64: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B9
+_UNKNOWN: Final = -1  # not computed yet
+_UNNAMEABLE: Final = -2  # the block or one before it has a digest, which v1 cannot hash
+
+
+@mypyc_attr(acyclic=True)
+class HashedBlock:
+    """What a block's hash is made from; a scope's root has no tokens and no parent.
+
+    Whoever drops records must not leave a long chain of them to be freed through its last link: see `KVCacheEventManager`.
+    """
+
+    def __init__(self, parent: HashedBlock | None, tokens: bytes, scope: ReuseScope) -> None:
+        self.parent = parent  # None for a root, and once the block has left the tree and the stream has said so
+        self.tokens = tokens  # packed
+        self.scope = scope
+        self.is_root = parent is None
+        self.key: bytes | None = None  # chained key, once computed
+        self.v1 = 0 if parent is None else _UNKNOWN
+
+
+class BlockHashes(ABC):
+    """One algorithm."""
+
+    def __init__(self, algorithm: str, keys: BlockKeys) -> None:
+        self.algorithm = algorithm
+        self.keys = keys
+
+    @abstractmethod
+    def hash_of(self, block: HashedBlock) -> BlockHash:
+        """O(blocks before it that were never hashed)."""
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether every hash is made from a chained key."""
+        return True
+
+    def key_of(self, block: HashedBlock) -> bytes:
+        """The chained key."""
+        key = block.key
+        if key is not None:
+            return key
+        missing: list[HashedBlock] = []
+        node = block
+        while key is None:
+            missing.append(node)
+            parent = node.parent
+            if parent is None:
+                assert node.is_root, "a block's record was cut off before it was hashed"
+                key = node.key = self.keys.root_key(node.scope)
+                missing.pop()
+            else:
+                node = parent
+                key = node.key
+        while missing:
+            node = missing.pop()
+            key = node.key = self.keys.block_key(key, node.tokens)
+        return key
+
+
+class _HexHashes(BlockHashes):
+    def hash_of(self, block: HashedBlock) -> BlockHash:
+        return self.key_of(block).hex()
+
+
+class _ShortHashes(BlockHashes):
+    def hash_of(self, block: HashedBlock) -> BlockHash:
+        return short_hash(self.key_of(block))
+
+
+class _OldHashes(BlockHashes):
+    """v1: the chained keys are SHA-256, and computed only for what v1 cannot name."""
+
+    def __init__(self, keys: BlockKeys) -> None:
+        super().__init__(V1_BLOCK_KEY, keys)
+        self._warned = False
+
+    @property
+    def needs_keys(self) -> bool:
+        return False
+
+    def hash_of(self, block: HashedBlock) -> BlockHash:
+        if block.v1 == _UNKNOWN:
+            self._mix_up_to(block)
+        if block.v1 != _UNNAMEABLE:
+            return block.v1
+        if not self._warned:
+            self._warned = True
+            _log.warning("blocks with multimodal digests, and all behind them, have no v1 hash: they are named by v2_sha256_64")
+        return short_hash(self.key_of(block))
+
+    def _mix_up_to(self, block: HashedBlock) -> None:
+        missing: list[HashedBlock] = []
+        node = block
+        while node.v1 == _UNKNOWN:
+            missing.append(node)
+            assert node.parent is not None, "a block's record was cut off before it was hashed"
+            node = node.parent
+        while missing:
+            parent = node
+            node = missing.pop()
+            if parent.v1 == _UNNAMEABLE or has_digest(node.tokens):
+                node.v1 = _UNNAMEABLE
+            else:
+                ids = [token for token in unpack(node.tokens) if isinstance(token, int)]
+                node.v1 = _v1(ids, parent.v1, node.scope.lora_id, node.scope.salt if parent.is_root else None)
+
+
+def make_block_hashes(algorithm: str) -> BlockHashes:
+    """The algorithm of a name. Raises ConfigError (a ValueError) for an unknown one."""
+    if algorithm == "auto":
+        algorithm = V1_BLOCK_KEY
+    if algorithm == V1_BLOCK_KEY:
+        return _OldHashes(make_block_keys("sha256"))
+    if algorithm == "v2_sha256" or algorithm == "v2_blake3":
+        return _HexHashes(algorithm, make_block_keys(algorithm[3:]))
+    if algorithm == "v2_sha256_64" or algorithm == "v2_blake3_64":
+        return _ShortHashes(algorithm, make_block_keys(algorithm[3:-3]))
+    raise ConfigError(f"Unsupported V2 KV cache event hash algorithm {algorithm!r}: must be one of {', '.join(HASH_ALGORITHMS)}")
+
+
+def short_hash(key: bytes) -> int:
+    """The 64-bit form of a chained key: its first 8 bytes, big-endian, unsigned."""
+    return int.from_bytes(key[:8], "big")
+
+
+def v1_block_hash(
+    tokens: Sequence[int], parent_hash: int | None = None, lora_id: int | None = None, salt: int | None = None
+) -> int:
+    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
+    (all later ones depend on it through their parents); the LoRA id enters every block.
+
+    Raises ConfigError for tokens that are no ids.
+    """
+    ids = [token for token in unpack(pack(list(tokens), True).data) if isinstance(token, int)]
+    return _v1(ids, 0 if parent_hash is None else parent_hash, lora_id, salt if parent_hash is None else None)
+
+
+def _v1(ids: list[int], parent: int, lora_id: int | None, salt: int | None) -> int:
+    seed = len(ids) ^ (parent * 0xBF58476D1CE4E5B9 & _MASK_64)
+    if salt is not None:
+        seed = _mix_64(salt, seed)
+    high, low = seed >> 32, seed & _MASK_32  # halves: products and sums of them stay small integers, which are fast
+    for token in ids:
+        value = ((token >> 16) ^ token) * 0x45D9F3B & _MASK_32
+        value = ((value >> 16) ^ value) * 0x45D9F3B & _MASK_32
+        value = ((value >> 16) ^ value) + _GOLDEN & _MASK_32
+        sum_low = value + ((low << 6) & _MASK_32) + ((low >> 2) | ((high & 3) << 30))
+        sum_high = (((high << 6) | (low >> 26)) & _MASK_32) + (high >> 2) + (sum_low >> 32)
+        low ^= sum_low & _MASK_32
+        high ^= sum_high & _MASK_32
+    seed = high << 32 | low
+    if lora_id is not None:
+        seed = _mix_64(lora_id, seed)
+    return seed
+
+
+def _mix_64(value: int, seed: int) -> int:
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK_64
+    value ^= value >> 31
+    return seed ^ (value + _GOLDEN + (seed << 6) + (seed >> 2) & _MASK_64)

@@ -1,0 +1,113 @@
+"""A mirror of what is cached somewhere else, kept up to date by its events.
+
+Rule: a snapshot, and then every event from its `next_event_id` on, always give exactly what is announced there. The mirror checks
+that: an event that contradicts what it knows is an error of the stream, and a gap in the ids is reported, never passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.event_records import (
+    BlockHash,
+    EventSnapshot,
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheRemovedData,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+)
+
+NO_GROUP: Final = -1  # where events without a layer group are kept
+
+
+class MirroredBlock:
+    """One block, as long as some layer group has it."""
+
+    def __init__(self, parent_hash: BlockHash | None, packed_tokens: bytes) -> None:
+        self.parent_hash = parent_hash  # None: begins a prompt
+        self.packed_tokens = packed_tokens  # see KVCacheStoredBlockData
+        self.levels: dict[int, int] = {}  # cache level by layer group
+
+
+class EventMirror:
+    """What one rank's cache holds. Without a snapshot it begins empty, with event 0."""
+
+    def __init__(self, snapshot: EventSnapshot | None = None) -> None:
+        self.blocks: dict[BlockHash, MirroredBlock] = {}
+        self.next_event_id = 0
+        if snapshot is not None:
+            self.reset(snapshot)
+
+    def reset(self, snapshot: EventSnapshot) -> None:
+        """Begin again, as after a gap."""
+        self.blocks = {}
+        for event in snapshot.events:
+            self._apply(event)
+        self.next_event_id = snapshot.next_event_id
+
+    def apply(self, events: Iterable[KVCacheEvent]) -> bool:
+        """Take in events in the order of the stream; those that the snapshot contains are skipped.
+
+        False: events are missing before one of these, and nothing from there on was taken in; `reset` with a new snapshot. Raises
+        LogicError for an event that cannot follow from what is known.
+        """
+        for event in events:
+            if event.event_id < self.next_event_id:
+                continue
+            if event.event_id > self.next_event_id:
+                return False
+            self._apply(event)
+            self.next_event_id += 1
+        return True
+
+    def num_cached(self, block_hashes: Sequence[BlockHash], layer_group_id: int) -> int:
+        """How many of a prompt's blocks, from its first one on, the layer group has."""
+        for index in range(len(block_hashes)):
+            block = self.blocks.get(block_hashes[index])
+            if block is None or layer_group_id not in block.levels:
+                return index
+        return len(block_hashes)
+
+    def _apply(self, event: KVCacheEvent) -> None:
+        group = NO_GROUP if event.layer_group_id is None else event.layer_group_id
+        data = event.data
+        if isinstance(data, KVCacheStoredData):
+            self._store(data, group, event.event_id)
+        elif isinstance(data, KVCacheRemovedData):
+            for block_hash in data.block_hashes:
+                self._known(block_hash, group, event.event_id)
+                block = self.blocks[block_hash]
+                del block.levels[group]
+                if not block.levels:
+                    del self.blocks[block_hash]
+        elif isinstance(data, KVCacheUpdatedData):
+            level = self._known(data.block_hash, group, event.event_id)
+            if data.cache_level is not None:
+                if data.cache_level.old_value != level:
+                    raise LogicError(f"event {event.event_id}: block {data.block_hash} is on level {level}, not {data.cache_level}")
+                self.blocks[data.block_hash].levels[group] = data.cache_level.new_value
+        else:
+            assert isinstance(data, KVCacheCreatedData), data
+
+    def _store(self, data: KVCacheStoredData, group: int, event_id: int) -> None:
+        parent_hash = data.parent_hash
+        for stored in data.blocks:
+            block = self.blocks.get(stored.block_hash)
+            if block is None:
+                block = self.blocks[stored.block_hash] = MirroredBlock(parent_hash, stored.packed_tokens)
+            if group in block.levels:
+                raise LogicError(f"event {event_id}: block {stored.block_hash} is stored twice in layer group {group}")
+            if block.parent_hash != parent_hash or block.packed_tokens != stored.packed_tokens:
+                raise LogicError(f"event {event_id}: block {stored.block_hash} has another parent, or other tokens, than before")
+            block.levels[group] = stored.cache_level
+            parent_hash = stored.block_hash
+
+    def _known(self, block_hash: BlockHash, group: int, event_id: int) -> int:
+        """The level of a block that must be there."""
+        block = self.blocks.get(block_hash)
+        if block is None or group not in block.levels:
+            raise LogicError(f"event {event_id}: block {block_hash} is not stored in layer group {group}")
+        return block.levels[group]

@@ -1,0 +1,236 @@
+"""What events say: value records, and the dictionaries that they become in JSON.
+
+Rule: a record is a value. It pickles, compares by content and is never changed once a reader can see it. A stored block keeps its
+tokens packed, as they were committed, until somebody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.reuse.tokens import pack, unpack
+
+BlockHash: TypeAlias = int | str  # an unsigned 64-bit number, or the digest in hexadecimal
+MmKey: TypeAlias = tuple[Any, ...]  # (digest, position in the item), or (digest, position, uuid), or that and a bool
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class UniqueToken:
+    """One token of a stored block: its id, or a digest in hexadecimal."""
+
+    token_id: int | str
+    token_extra_id: int = 0
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheEventDiff:
+    """A value that changed."""
+
+    old_value: int
+    new_value: int
+
+
+class KVCacheStoredBlockData:
+    """One block that became reusable in one layer group."""
+
+    def __init__(
+        self,
+        block_hash: BlockHash,
+        tokens: Sequence[UniqueToken] | bytes,
+        cache_level: int,
+        priority: int,
+        mm_keys: Sequence[MmKey] = (),
+        cache_salt: str | None = None,
+    ) -> None:
+        """`tokens` are records, or packed as `reuse/tokens.py` packs them."""
+        self._block_hash = block_hash
+        self._packed = tokens if isinstance(tokens, bytes) else _packed(tokens)
+        self._cache_level = cache_level
+        self._priority = priority
+        self._mm_keys = mm_keys
+        self._cache_salt = cache_salt
+
+    @property
+    def block_hash(self) -> BlockHash:
+        return self._block_hash
+
+    @property
+    def tokens(self) -> list[UniqueToken]:
+        """A new list; O(tokens)."""
+        return [UniqueToken(token.hex() if isinstance(token, bytes) else token) for token in unpack(self._packed)]
+
+    @property
+    def packed_tokens(self) -> bytes:
+        """The tokens as bytes: 4 a token, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1)."""
+        return self._packed
+
+    @property
+    def cache_level(self) -> int:
+        return self._cache_level
+
+    @property
+    def priority(self) -> int:
+        return self._priority
+
+    @property
+    def mm_keys(self) -> list[MmKey]:
+        """Where multimodal items lie in the block: a new list."""
+        return list(self._mm_keys)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Always None: the scope's salt enters the hash, and is told to nobody."""
+        return self._cache_salt
+
+    def _values(self) -> tuple[BlockHash, bytes, int, int, list[MmKey], str | None]:
+        return self._block_hash, self._packed, self._cache_level, self._priority, list(self._mm_keys), self._cache_salt
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVCacheStoredBlockData):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((self._block_hash, self._packed))
+
+    def __reduce__(self) -> tuple[type[KVCacheStoredBlockData], tuple[object, ...]]:
+        return KVCacheStoredBlockData, self._values()
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCacheStoredBlockData(block_hash={self._block_hash!r}, tokens={self.tokens!r}, cache_level={self._cache_level}, "
+            f"priority={self._priority}, mm_keys={self.mm_keys!r}, cache_salt={self._cache_salt!r})"
+        )
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheCreatedData:
+    """A layer group exists, with so many blocks on each cache level."""
+
+    num_blocks_per_cache_level: Sequence[int]
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheStoredData:
+    """Blocks that became reusable: each is the child of the one before it, the first of `parent_hash` (None: begins a prompt)."""
+
+    parent_hash: BlockHash | None
+    blocks: Sequence[KVCacheStoredBlockData]
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheRemovedData:
+    """Blocks that are no longer reusable in the event's layer group."""
+
+    block_hashes: Sequence[BlockHash]
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheUpdatedData:
+    """A block moved to another cache level, or its priority changed; None for what did not."""
+
+    block_hash: BlockHash
+    cache_level: KVCacheEventDiff | None
+    priority: KVCacheEventDiff | None
+
+
+KVCacheEventData: TypeAlias = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCacheEvent:
+    """One change. `event_id` counts up from 0 within a rank; -1 in a snapshot, which is no part of the stream."""
+
+    event_id: int
+    data: KVCacheEventData
+    window_size: int
+    hash_algo: str | None = None
+    attention_dp_rank: int | None = None
+    layer_group_id: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: a type name in every record; rank, hash and layer group only where they are given."""
+        result: dict[str, Any] = {"event_id": self.event_id, "data": _data_dict(self.data), "window_size": self.window_size}
+        if self.attention_dp_rank is not None:
+            result["attention_dp_rank"] = self.attention_dp_rank
+        if self.hash_algo is not None:
+            result["hash_algo"] = self.hash_algo
+        if self.layer_group_id is not None:
+            result["layer_group_id"] = self.layer_group_id
+        return result
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class EventSnapshot:
+    """All that is reusable now, as stored events, and the id of the first event of the stream that is not in it."""
+
+    events: Sequence[KVCacheEvent]
+    next_event_id: int
+
+
+def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]:
+    """`to_dict` of each."""
+    return [event.to_dict() for event in events]
+
+
+def _packed(tokens: Sequence[UniqueToken]) -> bytes:
+    items: list[int | bytes] = []
+    for token in tokens:
+        if token.token_extra_id != 0:
+            raise ConfigError(f"token_extra_id is {token.token_extra_id}: what tells tokens of equal ids apart is a digest token")
+        items.append(bytes.fromhex(token.token_id) if isinstance(token.token_id, str) else token.token_id)
+    return pack(items).data
+
+
+def _data_dict(data: KVCacheEventData) -> dict[str, Any]:
+    if isinstance(data, KVCacheStoredData):
+        return {"type": "stored", "parent_hash": data.parent_hash, "blocks": [_block_dict(block) for block in data.blocks]}
+    if isinstance(data, KVCacheRemovedData):
+        return {"type": "removed", "block_hashes": list(data.block_hashes)}
+    if isinstance(data, KVCacheUpdatedData):
+        return {
+            "type": "updated",
+            "block_hash": data.block_hash,
+            "cache_level": _diff_dict(data.cache_level),
+            "priority": _diff_dict(data.priority),
+        }
+    return {"type": "created", "num_blocks_per_cache_level": list(data.num_blocks_per_cache_level)}
+
+
+def _diff_dict(diff: KVCacheEventDiff | None) -> dict[str, Any] | None:
+    if diff is None:
+        return None
+    return {"type": "event_diff", "new_value": diff.new_value, "old_value": diff.old_value}
+
+
+def _block_dict(block: KVCacheStoredBlockData) -> dict[str, Any]:
+    return {
+        "type": "stored_block",
+        "block_hash": block.block_hash,
+        "tokens": [
+            {"type": "unique_token", "token_id": token.token_id, "token_extra_id": token.token_extra_id} for token in block.tokens
+        ],
+        "cache_level": block.cache_level,
+        "priority": block.priority,
+        "mm_keys": [_mm_key_dict(key) for key in block.mm_keys],
+    }
+
+
+def _mm_key_dict(key: MmKey) -> dict[str, Any]:
+    result: dict[str, Any] = {"type": "mm_key", "hash": key[0].hex(), "start_offset": key[1]}
+    if len(key) > 2 and key[2] is not None:
+        result["uuid"] = key[2]
+    return result

@@ -1,0 +1,500 @@
+"""The event manager: what became reusable, moved or went, as a stream that routers read.
+
+Rule: the cache only leaves notes. A note is a few words, taken where the change happens; what it means (hashes, records, what
+follows what) is worked out when the notes are taken in, by whoever flushes or asks for a snapshot.
+
+    page_stored, ...  ->  notes  ->  pending events  ->  ready events  ->  get_latest_events
+    under the manager's lock      flush_iteration_events                any thread
+
+The stream is a contract. Per layer group a block is stored before it is moved or removed, is removed once, and is stored again only
+after that; so a snapshot and the events from its `next_event_id` on always give what is cached (`EventMirror` does it). Event ids
+count up by one: a gap means that the reader was too slow and events were dropped, oldest first (`num_dropped_events` counts them).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.event_blocks import (
+    GROUP_BITS,
+    GROUP_MASK,
+    EventBlock,
+    event_block,
+    level_in,
+    mm_keys_of,
+    pack_state,
+    priority_in,
+)
+from kv_cache_manager_v2.event_hashes import make_block_hashes
+from kv_cache_manager_v2.event_records import (
+    BlockHash,
+    EventSnapshot,
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheEventData,
+    KVCacheEventDiff,
+    KVCacheRemovedData,
+    KVCacheStoredBlockData,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+    MmKey,
+)
+from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+from kv_cache_manager_v2.reuse.tree import Block
+
+EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
+
+MAX_NOTES: Final = 1 << 18  # beyond so many the notes are taken in where they arise: an engine that never flushes costs no more
+
+_STORED: Final = 0
+_PAGE_REMOVED: Final = 1
+_BLOCK_REMOVED: Final = 2
+_MOVED: Final = 3
+
+_NO_GROUP: Final = -1
+_SNAPSHOT_ID: Final = -1
+
+
+@mypyc_attr(acyclic=True)
+class _Note:
+    """One call of the listener."""
+
+    def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
+        self.kind = kind
+        self.record = record
+        self.block = block
+        self.group = group
+        self.level = level
+        self.priority = priority
+
+
+class _StoredRun:
+    """The latest stored event of a layer group, to which a child of its last block is added."""
+
+    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
+        self.blocks = blocks
+        self.record: EventBlock | None = None  # of the last block, if it is known
+        self.last_hash: BlockHash | None = None  # of the last block
+
+
+class KVCacheEventManager(CacheListener):
+    """Give it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once per iteration, and read from anywhere.
+
+    `max_kv_event_entries` bounds the events that wait for a reader; 0 turns all of it off. Events name blocks by `hash_algo` (see
+    event_hashes.py) and carry the layer group's window: `window_size_by_layer_group`, `window_size` for groups not listed. With
+    `attention_dp_gather`, a collective call that gives every rank's events to all, rank 0 publishes for all ranks and the others
+    publish nothing; (rank, event id) names an event then. `mm_token_id_offset`, the id behind which ids count positions of
+    multimodal items, makes stored blocks say which items they hold. Raises ConfigError (a ValueError).
+    """
+
+    def __init__(
+        self,
+        max_kv_event_entries: int,
+        *,
+        window_size: int = 0,
+        attention_dp_rank: int | None = None,
+        attention_dp_gather: EventGather | None = None,
+        hash_algo: str = "v2_sha256",
+        window_size_by_layer_group: Mapping[int, int] | None = None,
+        mm_token_id_offset: int | None = None,
+    ) -> None:
+        self._notes: list[_Note] = []  # written under the cache manager's lock
+        if mm_token_id_offset is not None and mm_token_id_offset < 0:
+            raise ConfigError(f"mm_token_id_offset is {mm_token_id_offset}: it must be at least 0")
+        self._max = max_kv_event_entries
+        self._enabled = max_kv_event_entries > 0
+        self._hashes = make_block_hashes(hash_algo)
+        self._window = window_size
+        self._windows: dict[int, int] = dict(window_size_by_layer_group or {})
+        self._rank = attention_dp_rank
+        self._gather = attention_dp_gather
+        self._mm_offset = mm_token_id_offset
+        # guarded by `_work`
+        self._work: Final = threading.Lock()
+        self._next_id = 0
+        self._pending: list[KVCacheEvent] = []
+        self._runs: dict[int, _StoredRun] = {}  # by layer group
+        self._removals: dict[int, list[BlockHash]] = {}  # pending, by layer group
+        self._announced: dict[EventBlock, None] = {}  # blocks announced in some group
+        self._by_key: dict[bytes, EventBlock] | None = None  # the same by chained key, from the first look-up on
+        # guarded by `_readers`
+        self._readers: Final = threading.Condition()
+        self._ready: list[KVCacheEvent] = []
+        self._num_dropped = 0
+
+    def __del__(self) -> None:
+        """Cut the links of records that no flush came for: freed through the last of a long chain, they would nest too deep."""
+        for note in self._notes:
+            note.record.parent = None
+
+    # --- settings
+
+    @property
+    def hash_algo(self) -> str:
+        """The algorithm's own name, where `auto` was asked for."""
+        return self._hashes.algorithm
+
+    @property
+    def num_dropped_events(self) -> int:
+        """Events that no reader will see, since more than `max_kv_event_entries` waited."""
+        return self._num_dropped
+
+    @property
+    def window_size_by_layer_group(self) -> dict[int, int]:
+        """A copy. Set it before `add_created_event`; an event keeps the window that held when it arose."""
+        return dict(self._windows)
+
+    @window_size_by_layer_group.setter
+    def window_size_by_layer_group(self, windows: Mapping[int, int]) -> None:
+        self._windows = dict(windows)
+
+    # --- what the cache tells (CacheListener): O(1) each
+
+    def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
+        if covers_block and self._enabled:
+            assert isinstance(block, Block)
+            self._note(_Note(_STORED, event_block(block), block, life_cycle, level, priority))
+
+    def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
+        assert isinstance(block, Block)
+        record = block.event_state
+        if record is not None:
+            assert isinstance(record, EventBlock)
+            self._note(_Note(_PAGE_REMOVED, record, block, life_cycle, 0, 0))
+
+    def block_removed(self, block: CachedBlock) -> None:
+        assert isinstance(block, Block)
+        record = block.event_state
+        if record is not None:
+            assert isinstance(record, EventBlock)
+            self._note(_Note(_BLOCK_REMOVED, record, block, _NO_GROUP, 0, 0))
+
+    def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
+        assert isinstance(block, Block)
+        record = block.event_state
+        if record is not None:
+            assert isinstance(record, EventBlock)
+            self._note(_Note(_MOVED, record, block, life_cycle, destination, 0))
+
+    def _note(self, note: _Note) -> None:
+        notes = self._notes
+        notes.append(note)
+        if len(notes) >= MAX_NOTES:
+            with self._work:
+                self._take_in()
+
+    # --- what an engine adds by hand
+
+    def add_created_event(self, num_blocks_per_cache_level: Sequence[int], layer_group_ids: Iterable[int] | None = None) -> None:
+        """Blocks on each cache level; one event for each layer group, or one for all (None)."""
+        groups = [_NO_GROUP] if layer_group_ids is None else list(layer_group_ids)
+        with self._work:
+            if self._open_stream():
+                for group in groups:
+                    self._emit(KVCacheCreatedData(list(num_blocks_per_cache_level)), group)
+
+    def add_stored_event(
+        self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: int | None = None
+    ) -> None:
+        """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
+        with self._work:
+            if self._open_stream() and blocks:
+                group = _NO_GROUP if layer_group_id is None else layer_group_id
+                run = self._run_behind(group, parent_hash)
+                run.blocks.extend(blocks)
+                run.record = None
+                run.last_hash = blocks[len(blocks) - 1].block_hash
+
+    def add_removed_event(
+        self, block_hashes: BlockHash | bytes | Iterable[BlockHash | bytes], layer_group_id: int | None = None
+    ) -> None:
+        """Hashes pass through. Bytes are chained keys: of announced blocks, which are then no longer so; others are ignored."""
+        names: list[BlockHash | bytes]
+        if isinstance(block_hashes, (int, str, bytes)):
+            names = [block_hashes]
+        else:
+            names = list(block_hashes)
+        with self._work:
+            if not self._open_stream():
+                return
+            for name in names:
+                if not isinstance(name, bytes):
+                    self._remove(_NO_GROUP if layer_group_id is None else layer_group_id, name)
+                    continue
+                record = self._find(name)
+                if record is None:
+                    continue
+                if layer_group_id is None:
+                    self._retract_all(record)
+                else:
+                    self._retract(record, layer_group_id)
+
+    def add_updated_event(
+        self,
+        block_hash: BlockHash | bytes,
+        cache_level: KVCacheEventDiff | None = None,
+        priority: KVCacheEventDiff | None = None,
+        layer_group_id: int | None = None,
+    ) -> None:
+        """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
+        if cache_level is None and priority is None:
+            return
+        with self._work:
+            if not self._open_stream():
+                return
+            name: BlockHash
+            if isinstance(block_hash, bytes):
+                record = self._find(block_hash)
+                if record is None or (layer_group_id is not None and not record.state(layer_group_id)):
+                    return
+                name = self._hashes.hash_of(record)
+            else:
+                name = block_hash
+            self._emit(KVCacheUpdatedData(name, cache_level, priority), _NO_GROUP if layer_group_id is None else layer_group_id)
+
+    # --- the stream
+
+    def flush_iteration_events(self) -> None:
+        """Hand over what happened since the last flush; the oldest events beyond the maximum are dropped. Once per iteration, on
+        every rank."""
+        if not self._enabled:
+            return
+        with self._work:
+            self._take_in()
+            self._close_runs()
+            events = self._pending
+            self._pending = []
+        gather = self._gather
+        if gather is None:
+            if events:
+                self._publish(events, self._max)
+            return
+        self._drop_oldest(events, self._max)
+        gathered = gather(events)
+        if self._rank is not None and self._rank != 0:
+            return
+        published: list[KVCacheEvent] = []
+        for of_rank in gathered:
+            kept = list(of_rank)
+            self._drop_oldest(kept, self._max)
+            published.extend(kept)
+        self._publish(published, self._max * max(1, len(gathered)))
+
+    def get_latest_events(self, timeout_ms: float | None = None) -> list[KVCacheEvent]:
+        """All events that wait, oldest first, once there is any; [] after `timeout_ms` without one, at once if that is not above 0.
+
+        None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while
+        it waits.
+        """
+        with self._readers:
+            if not self._enabled:
+                return []
+            if timeout_ms is None:
+                while not self._ready:
+                    self._readers.wait()
+            else:
+                end = time.monotonic() + timeout_ms / 1000.0
+                left = timeout_ms / 1000.0
+                while not self._ready and left > 0.0:
+                    self._readers.wait(left)
+                    left = end - time.monotonic()
+            events = self._ready
+            self._ready = []
+            return events
+
+    def snapshot_events(self) -> EventSnapshot:
+        """What is announced now, as stored events with id -1, and the id from which the stream goes on behind it.
+
+        Events with smaller ids that still wait for a flush or a reader are contained in it: skip them. O(announced blocks). Raises
+        LogicError if events are turned off.
+        """
+        if not self._enabled:
+            raise LogicError("snapshot_events(): events are turned off, max_kv_event_entries is not above 0")
+        with self._work:
+            self._take_in()
+            self._close_runs()
+            events: list[KVCacheEvent] = []
+            runs: dict[int, _StoredRun] = {}
+            for record in self._announced:
+                groups = record.groups
+                group = 0
+                while groups:
+                    state = groups & GROUP_MASK
+                    if state:
+                        run = runs.get(group)
+                        if run is None or run.record is not record.parent:
+                            run = runs[group] = _StoredRun([])
+                            data = KVCacheStoredData(self._parent_hash(record), run.blocks)
+                            events.append(self._event(_SNAPSHOT_ID, data, group))
+                        run.blocks.append(self._stored_block(record, state))
+                        run.record = record
+                    groups >>= GROUP_BITS
+                    group += 1
+            return EventSnapshot(events, self._next_id)
+
+    # --- taking in notes; the caller holds `_work`
+
+    def _open_stream(self) -> bool:
+        """Whether anything may be added; what happened before comes first."""
+        if self._enabled:
+            self._take_in()
+        return self._enabled
+
+    def _take_in(self) -> None:
+        notes = self._notes
+        count = len(notes)  # others may add notes meanwhile: these two lines see each note once
+        batch = notes[:count]
+        del notes[:count]
+        shared_keys = False
+        for index in range(count):
+            note = batch[index]
+            record = note.record
+            if index == 0:
+                shared_keys = self._hashes.needs_keys and type(note.block.tree.keys) is type(self._hashes.keys)
+            if note.kind == _STORED:
+                if shared_keys and record.key is None:
+                    record.key = note.block.key
+                self._announce(record, note.group, note.level, note.priority)
+                if shared_keys and note.block.key is None:
+                    note.block.key = record.key
+            elif note.kind == _MOVED:
+                self._move(record, note.group, note.level)
+            elif note.kind == _PAGE_REMOVED:
+                self._retract(record, note.group)
+            else:
+                self._retract_all(record)
+                record.parent = None  # nothing of the block will be told any more
+        if len(self._pending) > 2 * self._max:
+            self._runs.clear()
+            self._drop_oldest(self._pending, self._max)
+
+    def _announce(self, record: EventBlock, group: int, level: int, priority: int) -> None:
+        if record.state(group):
+            return  # a block that was hidden for a while tells its pages again
+        if record.groups == 0:
+            self._announced[record] = None
+            if self._by_key is not None:
+                self._by_key[self._hashes.key_of(record)] = record
+        state = pack_state(level, priority)
+        record.set_state(group, state)
+        run = self._runs.get(group)
+        if run is None or self._removals or run.record is None or run.record is not record.parent:
+            run = self._run_behind(group, self._parent_hash(record))
+        stored = self._stored_block(record, state)
+        run.blocks.append(stored)
+        run.record = record
+        run.last_hash = stored.block_hash
+
+    def _move(self, record: EventBlock, group: int, level: int) -> None:
+        state = record.state(group)
+        before = level_in(state)
+        if not state or before == level:
+            return
+        record.set_state(group, pack_state(level, priority_in(state)))
+        self._emit(KVCacheUpdatedData(self._hashes.hash_of(record), KVCacheEventDiff(before, level), None), group)
+
+    def _retract(self, record: EventBlock, group: int) -> None:
+        state = record.state(group)
+        if not state:
+            return
+        self._remove(group, self._hashes.hash_of(record))
+        record.set_state(group, 0)
+        if record.groups == 0:
+            del self._announced[record]
+            if self._by_key is not None:
+                del self._by_key[self._hashes.key_of(record)]
+
+    def _retract_all(self, record: EventBlock) -> None:
+        groups = record.groups
+        group = 0
+        while groups:
+            if groups & GROUP_MASK:
+                self._retract(record, group)
+            groups >>= GROUP_BITS
+            group += 1
+
+    def _find(self, key: bytes) -> EventBlock | None:
+        """The announced block of a chained key. The first look-up is O(announced blocks)."""
+        if self._by_key is None:
+            self._by_key = {self._hashes.key_of(record): record for record in self._announced}
+        return self._by_key.get(key)
+
+    # --- pending events
+
+    def _remove(self, group: int, name: BlockHash) -> None:
+        """Removals wait, and merge, until something else happens."""
+        names = self._removals.get(group)
+        if names is None:
+            names = self._removals[group] = []
+        names.append(name)
+        if group in self._runs:
+            del self._runs[group]
+
+    def _flush_removals(self) -> None:
+        if self._removals:
+            removals = self._removals
+            self._removals = {}
+            for group, names in removals.items():
+                self._append(KVCacheRemovedData(names), group)
+
+    def _close_runs(self) -> None:
+        """What is pending now is complete."""
+        self._flush_removals()
+        self._runs.clear()
+
+    def _run_behind(self, group: int, parent_hash: BlockHash | None) -> _StoredRun:
+        """The group's latest stored event if its last block is this parent and nothing was removed since; else a new one."""
+        run = self._runs.get(group)
+        if run is None or self._removals or parent_hash is None or run.last_hash != parent_hash:
+            blocks: list[KVCacheStoredBlockData] = []
+            self._emit(KVCacheStoredData(parent_hash, blocks), group)
+            run = self._runs[group] = _StoredRun(blocks)
+        return run
+
+    def _emit(self, data: KVCacheEventData, group: int) -> None:
+        """The next event but for removals, which are told first."""
+        self._flush_removals()
+        if group in self._runs:
+            del self._runs[group]
+        self._append(data, group)
+
+    def _append(self, data: KVCacheEventData, group: int) -> None:
+        self._pending.append(self._event(self._next_id, data, group))
+        self._next_id += 1
+
+    def _event(self, event_id: int, data: KVCacheEventData, group: int) -> KVCacheEvent:
+        window = self._windows.get(group, self._window)
+        return KVCacheEvent(event_id, data, window, self._hashes.algorithm, self._rank, None if group == _NO_GROUP else group)
+
+    def _parent_hash(self, record: EventBlock) -> BlockHash | None:
+        parent = record.parent
+        assert parent is not None, "a block's record was cut off before it was announced"
+        return None if parent.is_root else self._hashes.hash_of(parent)
+
+    def _stored_block(self, record: EventBlock, state: int) -> KVCacheStoredBlockData:
+        mm_keys: list[MmKey] | tuple[MmKey, ...] = ()
+        if self._mm_offset is not None:
+            mm_keys = mm_keys_of(record, self._mm_offset)
+        name = self._hashes.hash_of(record)
+        return KVCacheStoredBlockData(name, record.tokens, level_in(state), priority_in(state), mm_keys)
+
+    # --- ready events
+
+    def _publish(self, events: list[KVCacheEvent], capacity: int) -> None:
+        with self._readers:
+            self._ready.extend(events)
+            self._drop_oldest(self._ready, capacity)
+            if self._ready:
+                self._readers.notify_all()
+
+    def _drop_oldest(self, events: list[KVCacheEvent], capacity: int) -> None:
+        excess = len(events) - capacity
+        if excess > 0:
+            del events[:excess]
+            self._num_dropped += excess

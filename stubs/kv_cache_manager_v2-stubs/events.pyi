@@ -1,0 +1,53 @@
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from kv_cache_manager_v2.event_records import BlockHash, EventSnapshot, KVCacheEvent, KVCacheEventDiff, KVCacheStoredBlockData
+from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+
+EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
+
+MAX_NOTES: Final = 262144
+
+class KVCacheEventManager(CacheListener):
+    def __init__(
+        self,
+        max_kv_event_entries: int,
+        *,
+        window_size: int = 0,
+        attention_dp_rank: int | None = None,
+        attention_dp_gather: EventGather | None = None,
+        hash_algo: str = "v2_sha256",
+        window_size_by_layer_group: Mapping[int, int] | None = None,
+        mm_token_id_offset: int | None = None,
+    ) -> None: ...
+    @property
+    def hash_algo(self) -> str: ...
+    @property
+    def num_dropped_events(self) -> int: ...
+    @property
+    def window_size_by_layer_group(self) -> dict[int, int]: ...
+    @window_size_by_layer_group.setter
+    def window_size_by_layer_group(self, windows: Mapping[int, int]) -> None: ...
+    def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None: ...
+    def page_removed(self, block: CachedBlock, life_cycle: int) -> None: ...
+    def block_removed(self, block: CachedBlock) -> None: ...
+    def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None: ...
+    def add_created_event(
+        self, num_blocks_per_cache_level: Sequence[int], layer_group_ids: Iterable[int] | None = None
+    ) -> None: ...
+    def add_stored_event(
+        self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: int | None = None
+    ) -> None: ...
+    def add_removed_event(
+        self, block_hashes: BlockHash | bytes | Iterable[BlockHash | bytes], layer_group_id: int | None = None
+    ) -> None: ...
+    def add_updated_event(
+        self,
+        block_hash: BlockHash | bytes,
+        cache_level: KVCacheEventDiff | None = None,
+        priority: KVCacheEventDiff | None = None,
+        layer_group_id: int | None = None,
+    ) -> None: ...
+    def flush_iteration_events(self) -> None: ...
+    def get_latest_events(self, timeout_ms: float | None = None) -> list[KVCacheEvent]: ...
+    def snapshot_events(self) -> EventSnapshot: ...
