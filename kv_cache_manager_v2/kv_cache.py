@@ -399,12 +399,12 @@ class KVCache:
         page = recurrences[beam_idx].page
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
-    def get_scratch_desc(self, layer_group_id: LayerGroupId) -> ScratchDesc | None:
+    def get_scratch_desc(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
         """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
 
-        Valid until a length changes.
+        Each beam has slots of its own. Valid until a length changes.
         """
-        lane = self._lane(layer_group_id, DEFAULT_BEAM_INDEX)
+        lane = self._lane(layer_group_id, beam_idx)
         return scratch.describe(lane) if self._state.scratch else None
 
     @property

@@ -263,8 +263,8 @@ def stop_committing(state: SequenceState, is_end: bool) -> None:
     block = state.tip
     if state.tail_beam > 0:
         exchange_beams(state, state.tail_beam)
-    if state.tail_length() > 0 and not state.borrowed_tail and _parent(state).attached:
-        block = _publish_tail(state)
+    if state.tail_length() > 0:
+        block = _publish_tail(state) if not state.borrowed_tail and _parent(state).attached else None
     if is_end and block is not None and block.attached:
         _publish_state(state, block)
     if block is not None and block is not state.tip:

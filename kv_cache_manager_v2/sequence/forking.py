@@ -33,6 +33,8 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin.has_digests = state.has_digests
     twin.scratch = state.scratch
     twin.provision = state.provision.share() if state.provision is not None else None
+    if snapshot is not None:
+        _await_source(state, twin)
     twin.borrowed_tail = state.history % size != 0
     if state.pending is not None:
         twin.pending = PendingStats(len(shared.life_cycles), shared.hierarchy.num_levels, state.pending.expected_prompt_length)
@@ -72,6 +74,13 @@ def _mark_written(state: SequenceState) -> None:
                 shared.hierarchy.merge_ready(page, point)
 
 
+def _await_source(state: SequenceState, twin: SequenceState) -> None:
+    """The copy of the recurrent state is right only if the transfers that still carry its source end well."""
+    source = state.recurrences()[state.last_beam].page
+    if source is not None and source.transfers > 0:
+        twin.await_page(source)
+
+
 def _copy_state(state: SequenceState) -> Page | None:
     """A copy of the live recurrent state, on whatever level has room for it."""
     if state.recurrence is None:
@@ -79,6 +88,9 @@ def _copy_state(state: SequenceState) -> Page | None:
     recurrence = state.recurrences()[state.last_beam]
     if recurrence.page is None:
         return None
+    if recurrence.page.lost:
+        state.await_page(recurrence.page)
+        state.require(state.status, "fork()")
     copy = state.shared.hierarchy.try_copy(recurrence.page, recurrence.page.priority, state.stream)
     if copy is None:
         raise OutOfPagesError(

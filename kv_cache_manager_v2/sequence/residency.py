@@ -264,6 +264,7 @@ def _start_private(state: SequenceState) -> None:
             sources.append(recurrence.page)
             copies.append(private_copy(state, recurrence.index, recurrence.page, PRIORITY_DEFAULT))
         if not copies:
+            state.borrowed_tail = False
             return
         point = shared.timeline.record(state.stream)
     except KVCacheError:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2.device.arenas import DeviceArena
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.errors import ConfigError, OutOfMemoryError
+from kv_cache_manager_v2.errors import ConfigError, CuError, OutOfMemoryError
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -252,6 +252,12 @@ class _Resize:
         pages: list[Page] = [page for page in allocator.pages if page is not None]
         for page in pages:
             self._timeline.synchronize(page.ready)
+        settling = self._hierarchy.settling
+        if settling.in_flight > 0:
+            settling.wait()
+            self._hierarchy.settle()
+        if settling.in_flight > 0:  # a stream is past a transfer that timed out, the transfer may still read or write memory
+            raise CuError(f"a file transfer that timed out may still use memory that is to be cut or moved: {settling.last_error}")
 
     def _restore(self) -> None:
         """After a device failure: every group back to its old size, those that grew first. No page lies in what they give up."""
