@@ -157,6 +157,15 @@ class KVCache:
         return self._state.before_hybrid
 
     @property
+    def pages_by_level(self) -> list[list[int]]:
+        """Pages that the next step reads, counted by layer group, then by the cache level that they are on now. O(blocks).
+
+        Right after creation they are those of the match; a recurrent layer group counts its state as one page.
+        """
+        with self._shared.lock:
+            return residency.pages_by_level(self._state)
+
+    @property
     def last_shortage(self) -> Shortage | None:
         """Why the latest resize, resume or prefetch returned False; None after one that succeeded."""
         return self._state.last_shortage

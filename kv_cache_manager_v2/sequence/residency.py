@@ -134,6 +134,14 @@ def live_pages(state: SequenceState) -> list[Page]:
     return live
 
 
+def pages_by_level(state: SequenceState) -> list[list[int]]:
+    """The live pages counted by life cycle, then by the level that they are on now. O(blocks)."""
+    counts = [[0] * state.shared.hierarchy.num_levels for _life_cycle in state.shared.life_cycles]
+    for page in live_pages(state):
+        counts[page.life_cycle][page.level] += 1
+    return counts
+
+
 def resume(state: SequenceState) -> bool:
     """Bring every live page to the GPU and lock it; False, with nothing changed but `last_shortage`, if that cannot be done now.
 

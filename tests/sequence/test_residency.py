@@ -52,6 +52,21 @@ def test_is_loaded_says_whether_a_resume_would_wait(seed: int, tmp_path: object)
         assert cache.resume(rig.stream)
 
 
+def test_pages_are_counted_by_layer_group_and_level(tmp_path: object) -> None:
+    """Full attention, a window and a state: what a match needs, where it is; on the GPU after the resume."""
+    with Rig(small(16, kinds=("full", (8, 0), "ssm"), host_slots=8, disk=(str(tmp_path), 16))) as rig:
+        rig.seed(toks(0, 16))
+        assert rig.create(toks(50, 60)).pages_by_level == [[0, 0, 0]] * 3
+        cache = rig.create(toks(0, 16))
+        assert cache.pages_by_level == [[4, 0, 0], [2, 0, 0], [1, 0, 0]]
+        rig.seed(toks(100, 132), chunk=4)  # pushes the pages down
+        counts = cache.pages_by_level
+        assert [sum(row) for row in counts] == [4, 2, 1]
+        assert sum(row[0] for row in counts) < 7
+        assert cache.resume(rig.stream)
+        assert cache.pages_by_level == [[4, 0, 0], [2, 0, 0], [1, 0, 0]]
+
+
 def loaded(cache: KVCache) -> bool:
     return cache.is_loaded
 
