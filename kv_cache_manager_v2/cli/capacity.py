@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_cache_manager_v2 import (
-    AttentionLayerConfig,
-    BufferConfig,
     CacheTier,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
 )
-from kv_cache_manager_v2.ids import DataRole, LayerId
+from kv_cache_manager_v2.cli.layers import FULL, Layers
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels, tier_granularity
 
 GIB: Final = 1 << 30
-LAYER: Final = LayerId(0)  # the replay's only layer: one life cycle, so a block is one page
-ROLE: Final = DataRole("kv")
 MIN_PAGE_BYTES: Final = 64
 SEARCH_BYTES: Final = 4096  # page sizes up to here, or twice the least, are tried one by one
 SEARCH_TOTAL_BYTES: Final = 256 << 20  # larger ones are tried as long as all tiers together are no larger than this
@@ -46,10 +42,12 @@ class TierBlocks:
 class Capacity:
     """A configuration for a replay. `num_blocks[level]` is what the manager will really provide."""
 
+    layers: Layers
     config: KVCacheManagerConfig
     page_bytes: int
     tier_names: list[str]  # by cache level
-    num_blocks: list[int]  # by cache level
+    num_blocks: list[int]  # by cache level: blocks that have their pages of all kinds of layers there
+    num_pages: list[int]  # by cache level
 
 
 def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> int:
@@ -57,17 +55,23 @@ def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> in
     return int(gib * GIB) // (bytes_per_token * tokens_per_block)
 
 
-def plan_capacity(tiers: Sequence[TierBlocks], tokens_per_block: int, least_page_bytes: int, disk_path: str) -> Capacity:
+def plan_capacity(
+    tiers: Sequence[TierBlocks], tokens_per_block: int, least_page_bytes: int, disk_path: str, layers: Layers = FULL
+) -> Capacity:
     """A configuration whose tiers hold the wanted numbers of blocks, in pages of at least `least_page_bytes`.
 
-    Where no page size of reasonable size makes all tiers exact, they are as little larger as can be, and `num_blocks` says so.
+    A block counts with its pages of all kinds of layers, so two kinds make twice as many pages as blocks. Where no page size of
+    reasonable size makes all tiers exact, they are as little larger as can be, and `num_blocks` says so.
     """
+    kinds = len(layers.kinds)
+    tiers = [TierBlocks(tier.tier, tier.num_blocks * kinds) for tier in tiers]  # in pages from here on
     page_bytes = choose_page_bytes(tiers, max(MIN_PAGE_BYTES, least_page_bytes))
     config = KVCacheManagerConfig(
         tokens_per_block,
         [_tier_config(tier, page_bytes, disk_path) for tier in tiers],
-        [AttentionLayerConfig(LAYER, [BufferConfig(ROLE, page_bytes)])],
+        layers.configs(page_bytes),
         max_util_for_resume=1.0,  # a replay fills its memory to the last block
+        commit_min_snapshot=layers.snapshot_every is not None,
     )
     logger = logging.getLogger("kv_cache_manager_v2")
     was_disabled, logger.disabled = (
@@ -78,7 +82,9 @@ def plan_capacity(tiers: Sequence[TierBlocks], tokens_per_block: int, least_page
         sizings = size_levels(build_layout(config), config)
     finally:
         logger.disabled = was_disabled
-    return Capacity(config, page_bytes, [TIER_NAMES[tier.tier] for tier in tiers], [sizing.slots[0] for sizing in sizings])
+    num_pages = [sizing.slots[0] for sizing in sizings]  # one pool group: all pages have one size
+    num_blocks = [count // kinds for count in num_pages]
+    return Capacity(layers, config, page_bytes, [TIER_NAMES[tier.tier] for tier in tiers], num_blocks, num_pages)
 
 
 def choose_page_bytes(tiers: Sequence[TierBlocks], least: int) -> int:

@@ -19,6 +19,7 @@ from kv_cache_manager_v2 import CacheTier
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.cli.capacity import TierBlocks, blocks_of_gib, plan_capacity
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, token_source
+from kv_cache_manager_v2.cli.layers import DEFAULT_SINKS, DEFAULT_WINDOW, PRESETS, Layers, make_layers
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
 from kv_cache_manager_v2.cli.serving import Engine
@@ -31,7 +32,8 @@ Replays a request trace through the KV-cache manager on the emulated device (no 
 tokens are given pages, and the whole prompt is committed for later requests. Reports the tokens found in the cache, over the
 whole trace and over its last half of requests, by tier; the pages moved and dropped; suspensions; and the time it took."""
 EPILOG: Final = """\
-Sizes are given in blocks, or in GiB with --bytes-per-token; where several tiers cannot all be exact, some come out slightly
+Sizes are given in blocks, or in GiB with --bytes-per-token; a block has a page of each kind of layers, and a recurrent state takes
+as much as one page. Where several tiers cannot all be exact, some come out slightly
 larger, and the report says what was provided. Without --gpu-blocks and --gpu-gib, the GPU tier is as large as the
 trace can ever use, which shows the most that any cache could find. A request that does not fit an empty cache is counted
 as skipped, and as a miss. Exit status: 0, or 1 if --verify found a page with wrong contents, or 2 for a mistake in the
@@ -55,6 +57,7 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--tokens-per-block", type=_positive, default=32, metavar="N", help="tokens per block of the cache (default: %(default)s)"
     )
+    _add_layer_options(parser)
     for name, tier in TIERS:
         size = parser.add_mutually_exclusive_group()
         meaning = (
@@ -81,20 +84,50 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="count and report malformed lines instead of stopping at the first"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="changes the made-up tokens (default: %(default)s)")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="changes the made-up tokens (default: %(default)s)")
     parser.add_argument("--format", choices=["table", "json"], default="table", help="form of the report (default: %(default)s)")
     parser.add_argument("--output", metavar="FILE", help="write the report there instead of to standard output")
     parser.set_defaults(parser=parser)
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """Which layers the model has, one of each kind."""
+    parser.add_argument(
+        "--layers",
+        choices=PRESETS,
+        default="full",
+        help="kinds of layers: full attention, with a sliding window, a window with sinks alone, or full attention "
+        "with recurrent state (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--window", type=_positive, metavar="N", help=f"tokens that a windowed layer sees (default: {DEFAULT_WINDOW})"
+    )
+    parser.add_argument(
+        "--sinks",
+        type=_natural,
+        metavar="N",
+        help=f"leading tokens that the layers of window-sinks always see (default: {DEFAULT_SINKS})",
+    )
+    parser.add_argument(
+        "--snapshot-every",
+        type=_positive,
+        metavar="N",
+        help="with full+ssm: commit, and so keep a snapshot of the recurrent state, at each multiple of N tokens and at the end of "
+        "the prompt (default: --trace-block-size). A hit ends at such a snapshot",
+    )
 
 
 def run(options: argparse.Namespace) -> bool:
     """Replay as the options say and write the report; False if a page held wrong contents."""
     started = time.perf_counter()
     _check_options(options)
+    layers = _layers(options)
     trace = read_trace(
         options.trace, options.trace_block_size, skip_bad_lines=options.skip_bad_lines, max_records=options.max_records
     )
-    capacity = plan_capacity(_tiers(options, trace), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path)
+    capacity = plan_capacity(
+        _tiers(options, trace), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path, layers
+    )
     source = token_source(options.trace_block_size, options.seed)
     engine = Engine(capacity, source, concurrency=options.concurrency, decode=options.decode, verify=options.verify)
     try:
@@ -110,6 +143,7 @@ def run(options: argparse.Namespace) -> bool:
         options.trace_format,
         options.trace_block_size,
         options.tokens_per_block,
+        layers,
         options.concurrency,
         options.decode,
         options.verify,
@@ -148,6 +182,15 @@ def _check_options(options: argparse.Namespace) -> None:
             parser.error(f"--output {options.output}: cannot be written")
 
 
+def _layers(options: argparse.Namespace) -> Layers:
+    """The model's layers, or argparse's message about an option that they do not have."""
+    try:
+        return make_layers(options.layers, options.trace_block_size, options.window, options.sinks, options.snapshot_every)
+    except ValueError as error:
+        parser: argparse.ArgumentParser = options.parser
+        parser.error(str(error))
+
+
 def _tiers(options: argparse.Namespace, trace: Trace) -> list[TierBlocks]:
     """The tiers that the user asked for, warm to cold."""
     tiers: list[TierBlocks] = []
@@ -173,7 +216,8 @@ def _stamp_bytes(options: argparse.Namespace, trace: Trace) -> int:
 
 
 def _enough_blocks(options: argparse.Namespace, trace: Trace) -> int:
-    """A number of blocks that the trace cannot exceed: those of every distinct prefix, and the private tails of open requests."""
+    """A number of blocks, each with a page of every kind of layer, that the trace cannot exceed: those of every distinct prefix,
+    and the private tails of open requests."""
     tokens_per_block: int = options.tokens_per_block
     trace_block_size: int = options.trace_block_size
     concurrency: int = options.concurrency
@@ -200,7 +244,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def _seed(text: str) -> int:
+def _natural(text: str) -> int:
+    """An integer of at least 0; for argparse."""
     value = _integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kv_cache_manager_v2.cli.capacity import Capacity
+from kv_cache_manager_v2.cli.layers import Layers
 from kv_cache_manager_v2.cli.serving import Outcome
 from kv_cache_manager_v2.cli.traces import Trace
 
@@ -25,6 +26,7 @@ class Settings:
     trace_format: str
     trace_block_size: int
     tokens_per_block: int
+    layers: Layers
     concurrency: int
     decode: bool
     verify: bool
@@ -49,7 +51,12 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "trace_format": settings.trace_format,
         "trace_block_size": settings.trace_block_size,
         "tokens_per_block": settings.tokens_per_block,
+        "layers": settings.layers.preset,
+        "window": settings.layers.window,
+        "sinks": settings.layers.sinks,
+        "snapshot_every": settings.layers.snapshot_every,
         "blocks": dict(zip(names, capacity.num_blocks, strict=True)),
+        "pages": dict(zip(names, capacity.num_pages, strict=True)),
         "concurrency": settings.concurrency,
         "decode": settings.decode,
         "verify": settings.verify,
@@ -61,6 +68,9 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "whole": hit_summary(hits, totals),
         "last_half": hit_summary(hits[half:], totals[half:]),
         "hit_tokens_by_tier": dict(zip(names, outcome.hit_tokens_by_level, strict=True)),
+        "hits_by_life_cycle": {
+            kind: dict(zip(names, row, strict=True)) for kind, row in zip(settings.layers.names, outcome.hit_pages, strict=True)
+        },
         "computed_tokens": outcome.computed_tokens,
         "generated_tokens": outcome.generated_tokens,
         "pages_moved": {name: dict(zip(names, row, strict=True)) for name, row in zip(names, outcome.pages_moved, strict=True)},
@@ -89,6 +99,7 @@ def to_table(report: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [
         ("trace", f"{report['trace']} ({report['trace_format']}, blocks of {report['trace_block_size']} tokens)"),
         ("tokens per block", _number(report["tokens_per_block"])),
+        ("layers", _layers(report)),
         ("blocks", ", ".join(f"{name} {_number(count)}" for name, count in report["blocks"].items())),
         ("requests open at once", _number(report["concurrency"])),
         ("", ""),
@@ -100,6 +111,11 @@ def to_table(report: dict[str, Any]) -> str:
         ("hit tokens, whole trace", _hits(report["whole"])),
         ("hit tokens, last half of requests", _hits(report["last_half"])),
         *[(f"  found on {name}", _number(count)) for name, count in report["hit_tokens_by_tier"].items()],
+        *[
+            (f"  pages of {kind} layers, on {name}", _number(count))
+            for kind, row in report["hits_by_life_cycle"].items()
+            for name, count in row.items()
+        ],
         ("prompt tokens computed", _number(report["computed_tokens"])),
     ]
     if report["decode"]:
@@ -125,6 +141,18 @@ def to_table(report: dict[str, Any]) -> str:
     ]
     width = max(len(label) for label, _value in rows)
     return "".join(f"{label:<{width}}  {value}".rstrip() + "\n" for label, value in rows)
+
+
+def _layers(report: dict[str, Any]) -> str:
+    """The preset and its options."""
+    text: str = report["layers"]
+    if report["window"] is not None:
+        text += f", window of {_number(report['window'])} tokens"
+        if report["sinks"]:
+            text += f" and {_number(report['sinks'])} sinks"
+    if report["snapshot_every"] is not None:
+        text += f", snapshot every {_number(report['snapshot_every'])} tokens"
+    return text
 
 
 def _number(value: int) -> str:

@@ -6,6 +6,7 @@ request always advances.
 
 A request's prompt is looked up, "computed" (pages are taken, nothing is calculated) and committed; with `decode`, its output
 follows token by token, all running requests in turn. Without, a request stays open until `concurrency` requests are.
+Where recurrent layers need snapshots, what is computed is committed up to each multiple of `Layers.snapshot_every` and at the end.
 Time plays no part: requests come in the trace's order, as fast as they can be served.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager
 from kv_cache_manager_v2.cli.capacity import Capacity
@@ -23,6 +24,8 @@ from kv_cache_manager_v2.cli.traces import TraceRecord
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.cli.contents import TokenBuffer
+
+FAR_AWAY: Final = 1 << 60  # a position that no request reaches
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Outcome:
     generated_tokens: int = 0
     suspensions: int = 0
     restarts: int = 0  # requests given up and served again from the start, since even their suspended pages were in the way
+    hit_pages: list[list[int]] = field(default_factory=list)  # pages that the hits load, by kind of layer, then level
     skipped: list[int] = field(default_factory=list)  # requests that do not fit an otherwise empty cache
     pages_moved: list[list[int]] = field(default_factory=list)  # by source level, then destination level
     pages_dropped: list[int] = field(default_factory=list)  # by level
@@ -53,7 +57,8 @@ class OpenRequest:
         self.generated = 0  # how many of `output` are committed
         self.prefilled = False  # the prompt is committed
         self.fingerprints = b""  # of prompt and output, with verification
-        self.hits_by_level: list[int] | None = None  # the first look-up, once made
+        self.hits_by_level: list[int] | None = None  # tokens of the first look-up, once made
+        self.hit_pages: list[list[int]] = []  # its pages, by kind of layer, then level
 
 
 class Engine:
@@ -66,13 +71,20 @@ class Engine:
         self._source = source
         self._concurrency = concurrency  # most requests open at once
         self._decode = decode
-        self._stamps = PageStamps(self._manager, self._driver, self._stream) if verify else None
+        self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: nobody needs snapshots
+        self._stamps = PageStamps(self._manager, self._driver, self._stream, capacity.layers) if verify else None
         self._given_up: list[OpenRequest] = []  # to be admitted again, the oldest last
         self._open: list[OpenRequest] = []  # in order of admission
         self._caches: list[KVCache] = []  # of the open requests
         self._num_running = 0  # _open[:_num_running] run, the others are suspended
         self._crowded = False  # somebody was suspended, and nobody has ended since: resuming would only suspend again
         self._outcome = Outcome([], [0] * len(capacity.num_blocks))
+        self._outcome.hit_pages = [[0] * len(capacity.num_blocks) for _kind in capacity.layers.kinds]
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """Whom the engine asks for pages."""
+        return self._manager
 
     def run(self, records: Sequence[TraceRecord], progress: Callable[[int], None]) -> Outcome:
         """Serve all records; `progress` is told how many are done."""
@@ -127,6 +139,9 @@ class Engine:
             outcome.hit_tokens[request.index] = cache.num_committed_tokens
             for level, num_tokens in enumerate(request.hits_by_level):
                 outcome.hit_tokens_by_level[level] += num_tokens
+            if cache.num_committed_tokens > 0:
+                request.hit_pages = cache.pages_by_level
+                self._count_pages(request, 1)
         self._open.append(request)
         self._caches.append(cache)
 
@@ -169,12 +184,26 @@ class Engine:
             if not request.prefilled:
                 if not self._grow(position, len(request.prompt)):
                     continue  # it waits, or is gone: look at whoever stands here now
-                cache = self._caches[position]
-                self._commit(position, request.prompt[cache.num_committed_tokens :])
+                self._prefill(position)
                 request.prefilled = True
                 if not self._decode:
-                    cache.stop_committing()  # the partial last block is of use to others from now on
+                    self._caches[position].stop_committing()  # the partial last block is of use to others from now on
             position += 1
+
+    def _prefill(self, position: int) -> None:
+        """Compute and commit what was not found of a prompt: in one go, or from snapshot to snapshot."""
+        prompt, cache = self._open[position].prompt, self._caches[position]
+        beg = cache.num_committed_tokens
+        while beg < len(prompt):
+            end = min(self._next_snapshot(beg), len(prompt))
+            self._compute(position, beg, end)
+            cache.commit(prompt[beg:end], is_end=not self._decode and end == len(prompt))
+            beg = end
+
+    def _next_snapshot(self, position: int) -> int:
+        """Where a snapshot is taken next; far away if none ever is."""
+        every = self._snapshot_every
+        return FAR_AWAY if every is None else (position // every + 1) * every
 
     def _decode_step(self) -> None:
         """One more token for every running request that has any left."""
@@ -184,25 +213,36 @@ class Engine:
             if request.prefilled and request.generated < len(request.output):
                 if not self._grow(position, len(request.prompt) + request.generated + 1):
                     continue
-                self._commit(position, request.output[request.generated : request.generated + 1])
+                length = len(request.prompt) + request.generated
+                self._compute(position, length, length + 1)
+                self._commit_output(position)
                 request.generated += 1
                 self._outcome.generated_tokens += 1
             position += 1
 
-    def _commit(self, position: int, tokens: TokenBuffer) -> None:
-        """Write the pages of the next tokens and offer them for reuse."""
-        cache = self._caches[position]
+    def _commit_output(self, position: int) -> None:
+        """Commit the token just generated; where snapshots are taken, only when one is due, and then all since the last."""
+        request, cache = self._open[position], self._caches[position]
+        end = request.generated + 1
+        length = len(request.prompt) + end
+        if self._snapshot_every is None:
+            cache.commit(request.output[request.generated : end])
+            return
+        cache.history_length = length  # the token is settled; nothing is published yet
+        if end == len(request.output) or length % self._snapshot_every == 0:
+            cache.commit(request.output[cache.num_committed_tokens - len(request.prompt) : end])
+
+    def _compute(self, position: int, beg: int, end: int) -> None:
+        """What a model would do: write the pages of tokens [beg, end). Only verification needs it done."""
         if self._stamps is not None:
-            beg = cache.num_committed_tokens
-            self._stamps.write(cache, self._open[position].fingerprints, beg, beg + len(tokens))
-        cache.commit(tokens)
+            self._stamps.write(self._caches[position], self._open[position].fingerprints, beg, end)
 
     def _check(self, position: int) -> None:
         """With verification: compare all pages of a running request."""
         if self._stamps is not None:
             request = self._open[position]
             cache = self._caches[position]
-            self._stamps.check(cache, request.index, request.fingerprints, cache.num_committed_tokens)
+            self._stamps.check(cache, request.index, request.fingerprints, cache.history_length)
 
     # --- pressure
 
@@ -244,6 +284,13 @@ class Engine:
         outcome.hit_tokens[request.index] = 0
         for level, num_tokens in enumerate(request.hits_by_level or ()):
             outcome.hit_tokens_by_level[level] -= num_tokens
+        self._count_pages(request, -1)
+
+    def _count_pages(self, request: OpenRequest, sign: int) -> None:
+        """Add the pages of a request's hit to the totals, or take them back."""
+        for total, found in zip(self._outcome.hit_pages, request.hit_pages, strict=False):  # empty for a miss
+            for level, num_pages in enumerate(found):
+                total[level] += sign * num_pages
 
     def _count_movement(self) -> None:
         outcome = self._outcome
