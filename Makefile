@@ -13,6 +13,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 KVCM_OPT ?= 3
 PYTEST ?= -n 2
+BENCH ?=
 WITH_TORCH ?=
 TORCH := torch==2.13.0
 
@@ -79,12 +80,12 @@ demo: $(ENV) $(COMPILED)  ## the example: a small model served from our pages, c
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py
 
 .PHONY: bench
-bench: $(ENV) $(COMPILED)  ## time the public operations on the compiled build
-	PYTHONPATH=build/compiled $(BIN)/python bench
+bench: $(ENV) $(PURE) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
+	$(BIN)/python -m bench $(BENCH)
 
 .PHONY: bench-quick
-bench-quick: $(ENV) $(COMPILED)  ## the same with few repetitions: whether it runs, not how fast
-	PYTHONPATH=build/compiled $(BIN)/python bench --quick
+bench-quick: $(ENV) $(PURE) $(COMPILED)  ## the same at small sizes, in under a minute: whether it runs, not how fast
+	$(BIN)/python -m bench --quick
 
 .PHONY: test-cuda
 test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real GPU, or a line that says they were skipped
@@ -97,7 +98,7 @@ test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real 
 .PHONY: bench-cuda
 bench-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the benchmark on a real GPU, or a line that says it was skipped
 	@if problem=$$(PYTHONPATH=build/compiled $(BIN)/python -c "$$FIND_GPU"); then \
-	    PYTHONPATH=build/compiled $(BIN)/python bench --device cuda; \
+	    $(BIN)/python -m bench micro --build compiled --device cuda; \
 	    PYTHONPATH=build/compiled $(BIN)/python bench/device_costs.py; \
 	else \
 	    echo "bench-cuda: SKIPPED, no CUDA device here: $$problem"; \

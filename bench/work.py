@@ -1,0 +1,47 @@
+"""A measurement: preparation, a stretch on the clock that does some units of work, and cleaning up.
+
+Rule: only `run` is timed. The collector is off while the clock runs, unless the work is about the collector.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import ClassVar
+
+from bench.setting import Setting
+
+
+class Work:
+    """One operation, ready to be run again and again; made from a `Setting`."""
+
+    unit: ClassVar[str] = "call"
+    collector: ClassVar[bool] = False  # whether automatic collection stays on
+
+    def __init__(self, setting: Setting) -> None:
+        """Make what all runs share."""
+
+    def before(self) -> None:
+        """Prepare one run, off the clock."""
+
+    def run(self) -> int:
+        """Do the work; how many units it was."""
+        raise NotImplementedError
+
+    def after(self) -> None:
+        """Clean up after one run, off the clock."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+    def timed(self) -> float:
+        """Seconds of one unit, from one run."""
+        self.before()
+        if not self.collector:
+            gc.disable()
+        start = time.perf_counter()
+        units = self.run()
+        elapsed = time.perf_counter() - start
+        gc.enable()
+        self.after()
+        return elapsed / units

@@ -1,0 +1,81 @@
+"""The suite runs: every operation does its work, and a worker measures the build that it was started for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kv_cache_manager_v2.build
+from bench.builds import BUILD_VARIABLE, BUILDS, ROOT, environment
+from bench.catalogue import OPERATIONS
+from bench.growth_axes import AXES, growth_operation
+from bench.machine import describe
+
+PACKAGE_PARENT = Path(kv_cache_manager_v2.build.__file__).resolve().parent.parent
+BUILD = "compiled" if kv_cache_manager_v2.build.COMPILED else "pure"
+
+
+@pytest.mark.parametrize("title", list(OPERATIONS))
+def test_every_operation_runs(title: str) -> None:
+    """Two runs at the sizes of a quick benchmark; the operations check their own results."""
+    operation = OPERATIONS[title]
+    work = operation.work(operation.setting(True))
+    assert work.timed() > 0
+    assert work.timed() > 0
+    work.close()
+
+
+@pytest.mark.parametrize(("axis", "title"), [(axis, title) for axis in AXES for title in AXES[axis].curves])
+def test_every_curve_names_an_operation_and_a_field(axis: str, title: str) -> None:
+    """Only the axis' own field differs between two points of a curve."""
+    first, second = AXES[axis].values[:2]
+    one = vars(growth_operation(title, f"{axis}={first}").setting(False))
+    two = vars(growth_operation(title, f"{axis}={second}").setting(False))
+    assert [name for name in one if one[name] != two[name]] == [AXES[axis].field]
+
+
+def test_two_arms_differ_in_the_build_only() -> None:
+    """The environments of two workers: one directory of PYTHONPATH, and the name of the build."""
+    one, two = (environment(build) for build in BUILDS)
+    assert {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)} == {"PYTHONPATH", BUILD_VARIABLE}
+    first, second = (value.split(os.pathsep) for value in (one["PYTHONPATH"], two["PYTHONPATH"]))
+    assert first[1:] == second[1:]
+    assert [Path(first[0]).name, Path(second[0]).name] == list(BUILDS)
+
+
+def worker(expected: str, output: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(PACKAGE_PARENT), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "bench.worker", "probe", "--quick", "--values=2", "--output", str(output)],
+        env={**os.environ, "PYTHONPATH": path, BUILD_VARIABLE: expected},
+        cwd=PACKAGE_PARENT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_worker_measures_the_build_it_was_started_for(tmp_path: Path) -> None:
+    done = worker(BUILD, tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "out.json").read_text())["benchmarks"][0]["runs"]
+    assert [len(run["values"]) for run in runs] == [2]
+
+
+def test_a_worker_refuses_any_other_build(tmp_path: Path) -> None:
+    other = "pure" if BUILD == "compiled" else "compiled"
+    done = worker(other, tmp_path / "out.json")
+    assert done.returncode != 0
+    assert f"started for the {other} build" in done.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_result_names_no_path_of_the_machine() -> None:
+    """Cores, processor, versions and commit; nothing that tells who measured where."""
+    machine = describe()
+    assert {"cpu", "cores", "python", "commit", "mypyc"} <= machine.keys()
+    assert not [value for value in machine.values() if isinstance(value, str) and "/" in value]
