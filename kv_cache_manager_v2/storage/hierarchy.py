@@ -20,10 +20,11 @@ from typing import Final
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.staging import StagingRing
+from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, PIECE_ALIGNMENT, StagingRing
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, Point, SlotId, Stream
+from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.copying import Copier, CopyBatch
@@ -35,6 +36,7 @@ from kv_cache_manager_v2.storage.planning import Planner, Shortage
 from kv_cache_manager_v2.storage.settling import Settling
 
 _log: Final = logging.getLogger(__name__)
+MIN_RING_BYTES: Final = 4 << 20  # of the staging ring, however small the GPU tier is
 
 
 class Hierarchy(PageKeeper):
@@ -59,7 +61,7 @@ class Hierarchy(PageKeeper):
         self.timeline = timeline
         self._pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.places = Places(driver, layout, sizings, tier_configs)
-        self.ring = StagingRing(driver, timeline)
+        self.ring = StagingRing(driver, timeline, _ring_bytes(layout, sizings[0]))
         self.settling = Settling(driver, timeline, self.ring)
         tiers = [sizing.tier for sizing in sizings]
         self.levels = Levels(timeline, tiers, [list(sizing.slots) for sizing in sizings], self.settling)
@@ -230,7 +232,7 @@ class Hierarchy(PageKeeper):
                     enough = False
             if enough:
                 return None
-        return self._make_room(GPU_LEVEL, list(need), load, list(keep), True)
+        return self._make_room(GPU_LEVEL, list(need), load, list(keep))
 
     def foresee(self, need: Sequence[int], given: Sequence[Page], parked: Sequence[Page]) -> Shortage | None:
         """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `parked` instead of locking them.
@@ -262,7 +264,7 @@ class Hierarchy(PageKeeper):
         """
         if not 0 <= level < self.num_levels:
             raise LogicError(f"there is no cache level {level}; levels are 0 to {self._last}")
-        shortage = self._make_room(level, self._no_need.copy(), pages, [], True)
+        shortage = self._make_room(level, self._no_need.copy(), pages, [])
         if shortage is None:
             for page in pages:
                 if page.level == level and page.queued:
@@ -270,15 +272,20 @@ class Hierarchy(PageKeeper):
                     self.levels.enqueue(page)
         return shortage
 
-    def _make_room(self, target: int, need: list[int], load: list[Page], keep: list[Page], move_held: bool) -> Shortage | None:
-        exchange = self.levels.tiers[target] != CacheTier.DISK  # parked pages pass through host memory in stream order
-        busy = self.settling.in_flight > 0
-        shortage = self.planner.plan(target, need, load, keep + self.settling.busy_pages() if busy else keep, exchange, move_held)
-        if shortage is not None and busy and not shortage.permanent:
+    def _make_room(self, target: int, need: list[int], load: list[Page], keep: list[Page]) -> Shortage | None:
+        shortage = self._try_room(target, need, load, keep, True)
+        if shortage is not None and self.settling.in_flight > 0 and not shortage.permanent:
             # Pages whose bytes are in flight are nobody's victims. Rather than fail for their sake, wait for them and plan again.
             self.settling.wait()
             self.settle()
-            shortage = self.planner.plan(target, need, load, keep + self.settling.busy_pages(), exchange, move_held)
+            shortage = self._try_room(target, need, load, keep, True)
+        return shortage
+
+    def _try_room(self, target: int, need: list[int], load: list[Page], keep: list[Page], move_held: bool) -> Shortage | None:
+        exchange = self.levels.tiers[target] != CacheTier.DISK  # parked pages pass through host memory in stream order
+        if self.settling.in_flight > 0:
+            keep = keep + self.settling.busy_pages()
+        shortage = self.planner.plan(target, need, load, keep, exchange, move_held)
         if shortage is None:
             self.mover.execute(self.planner.plans, target)
         return shortage
@@ -286,7 +293,10 @@ class Hierarchy(PageKeeper):
     # --- copies and take-over
 
     def copy_into(self, source: Page, destination: Page, stream: Stream) -> None:
-        """Queue a copy of a whole slot on the engine's stream, both pages on the GPU; the caller sees to their `ready` points."""
+        """Queue a copy of a whole slot on the engine's stream, both pages on the GPU; the caller sees to their `ready` points.
+
+        While the source's bytes are unconfirmed so are the copy's, and both are lost together.
+        """
         assert source.level == GPU_LEVEL
         assert destination.level == GPU_LEVEL
         assert source.pool_group == destination.pool_group
@@ -294,6 +304,7 @@ class Hierarchy(PageKeeper):
         for arena in arenas:
             self._driver.copy(stream, arena.address(destination.slot), arena.address(source.slot), arena.slot_bytes)
         self.counters.moved[source.life_cycle][GPU_LEVEL][GPU_LEVEL] += 1
+        self.settling.inherit(source, destination)
 
     def take_over(self, cold: Page, ours: Page) -> None:
         """`cold`, a page with identical bytes on a colder level, takes over the GPU slot, the locks and the readiness of `ours`,
@@ -329,12 +340,13 @@ class Hierarchy(PageKeeper):
 
     def try_copy(self, source: Page, priority: int, stream: Stream) -> Page | None:
         """A copy of a page, in a free slot of its level or the nearest colder one that has any; else room is made, warmest level
-        first, by moving down or dropping droppable pages, never held ones. None if that cannot be.
+        first, by moving down or dropping droppable pages, never held ones, waiting for nothing. None if that cannot be,
+        or the page is lost.
 
         The copy is ordered on `stream`, after all work queued there and before all that follows. The new page has no owner, lock or
         hold: the caller adopts it, or gives it back with `orphan`.
         """
-        level = self._level_for_copy(source)
+        level = -1 if source.lost else self._level_for_copy(source)
         if level < 0:
             return None
         group = source.pool_group
@@ -364,6 +376,8 @@ class Hierarchy(PageKeeper):
         """
         if page.level != GPU_LEVEL or source.level != GPU_LEVEL or not page.queued or page.holds > 0 or page.transfers > 0:
             return False
+        if source.lost:
+            return False
         self.timeline.wait(stream, source.ready)
         self.timeline.wait(stream, page.ready)
         self.copy_into(source, page, stream)
@@ -382,7 +396,7 @@ class Hierarchy(PageKeeper):
             need = self._no_need.copy()
             need[group] = 1
             queue = self.levels.queues[self.levels.cell(level, group)]
-            if queue.length > queue.held and self._make_room(level, need, [], [source], False) is None:
+            if queue.length > queue.held and self._try_room(level, need, [], [source], False) is None:
                 return level
         return -1
 
@@ -394,6 +408,7 @@ class Hierarchy(PageKeeper):
         waits = [source.ready, page.ready, self.timeline.record(stream)]
         by_cell = self.places.by_cell
         self._copier.run(CopyBatch(by_cell[source_cell], [source.slot], by_cell[cell], [page.slot], cell, [page], waits))
+        self.settling.inherit(source, page)
         page.ready = self._copier.ready
         source.ready = self.timeline.merge(source.ready, self._copier.source_free)
         self.timeline.wait(stream, self._copier.source_free)
@@ -466,3 +481,9 @@ class Hierarchy(PageKeeper):
     def merge_ready(self, page: Page, point: Point) -> None:
         """Somebody else has queued work on the page's bytes: later users wait for it too."""
         page.ready = self._later(page.ready, point)
+
+
+def _ring_bytes(layout: StorageLayout, gpu: LevelSizing) -> int:
+    """As large as what can be in transit to or from the GPU at once, within bounds."""
+    gpu_bytes = sum([gpu.slots[group] * layout.slot_bytes(group) for group in range(layout.num_pool_groups)])
+    return round_up(max(MIN_RING_BYTES, min(DEFAULT_RING_BYTES, gpu_bytes)), PIECE_ALIGNMENT)

@@ -108,10 +108,12 @@ class Mover:
         rising = [0] * levels.num_levels
         for page in plan.drops:
             free[page.level] += 1
+        kept = 0
         for page in plan.rising:
             rising[page.level] += 1
+            kept += 1 if page.transfers > 0 else 0
         sinking = [[page.level for page in pages] for pages in plan.sinking]
-        if exchange_stalls(target, free, rising, sinking):
+        if kept > 0 or exchange_stalls(target, free, rising, sinking):  # a kept slot would have to be left out of the count
             self._open_parking(plan.pool_group)
 
     def _open_parking(self, group: int) -> None:

@@ -23,6 +23,7 @@ class Transfer:
 
     def __init__(self, gate: int, page: Page | None, cell: int, slot: SlotId, piece: StagingPiece | None) -> None:
         self.gate = gate
+        self.copied = False  # stands for a copy of the page's unconfirmed bytes: another entry owns the gate
         self.page = page  # whose bytes it carries; None once they no longer depend on it
         self.cell = cell  # level and pool group of the slot that it writes to; -1 if it writes to no slot
         self.slot = slot
@@ -91,6 +92,22 @@ class Settling:
                 transfer.page = None
         self.end_batch()
 
+    def inherit(self, source: Page, copy: Page) -> None:
+        """The source's bytes have been copied: while they are unconfirmed so are the copy's, and both are lost together."""
+        copy.lost = copy.lost or source.lost
+        if source.transfers == 0:
+            return
+        copies: list[Transfer] = []
+        for transfer in self._transfers:
+            if transfer.page is source:
+                stand_in = Transfer(transfer.gate, copy, -1, NO_SLOT, None)
+                stand_in.copied = True
+                stand_in.passed = transfer.passed
+                copies.append(stand_in)
+                copy.transfers += 1
+        self._transfers += copies  # after the entries that own the gates: a gate is looked at before it is spent
+        self.in_flight = len(self._transfers)
+
     def disown(self, page: Page) -> None:
         """The page's bytes no longer depend on any transfer in flight."""
         for transfer in self._transfers:
@@ -131,8 +148,11 @@ class Settling:
         pending: list[Transfer] = []
         for transfer in self._transfers:
             state = self._driver.poll_gate(transfer.gate)
-            if state == GATE_PENDING:
+            if state == GATE_PENDING or (transfer.copied and state == GATE_TIMED_OUT):
                 pending.append(transfer)
+                continue
+            if transfer.copied:
+                self._finish(transfer)
                 continue
             if state in (GATE_TIMED_OUT, GATE_LATE) and not transfer.timed_out:
                 transfer.timed_out = True
@@ -151,10 +171,11 @@ class Settling:
     def _note_loss(self, transfer: Transfer) -> None:
         error = self._driver.gate_error(transfer.gate)
         self.last_error = error if error else "a file read that timed out may have written into another transfer's staging memory"
-        page = transfer.page
-        if page is not None and not page.lost:
-            page.lost = True
-            self.lost.append(page)
+        for other in self._transfers:  # itself, and copies of what it carried
+            page = other.page
+            if other.gate == transfer.gate and page is not None and not page.lost:
+                page.lost = True
+                self.lost.append(page)
 
     def _finish(self, transfer: Transfer) -> None:
         page = transfer.page
@@ -170,6 +191,8 @@ class Settling:
                 del self._landings[key]
                 if key in self._left:
                     self._allocators[transfer.cell].release(transfer.slot, self._left.pop(key))
+        if transfer.copied:
+            return
         piece = transfer.piece
         if piece is not None:
             piece.transfers -= 1

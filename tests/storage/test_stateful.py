@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 
@@ -67,15 +68,14 @@ class HierarchyMachine(RuleBasedStateMachine):
     def busy(self) -> list[Entry]:
         return [entry for entry in self.model.entries if entry.page.transfers > 0]
 
-    def room(self, target: int, need: list[int], load: list[Entry], move_held: bool = True) -> tuple[int, int] | None:
+    def room(self, target: int, need: list[int], load: list[Entry]) -> tuple[int, int] | None:
         """The model's answer. Pages in flight are no victims, but they are waited for before anything is refused."""
-        busy = self.busy()
-        short = self.model.make_room(target, need, load, busy, move_held)
+        short = self.model.make_room(target, need, load, self.busy())
         group_wants = [need[g] + sum(1 for e in load if e.group == g) for g in range(self.model.groups)]
         in_flight = self.rig_().hierarchy.transfers_in_flight > 0
         if short is not None and in_flight and group_wants[short[0]] <= self.model.slots[target][short[0]]:
             self.synchronize()
-            short = self.model.make_room(target, need, load, [], move_held)
+            short = self.model.make_room(target, need, load, [])
         return short
 
     # --- one page
@@ -141,7 +141,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def adopt(self, number: int) -> None:
-        entry = self.pick(number, [e for e in self.model.entries if not e.owned])
+        entry = self.pick(number, [e for e in self.model.entries if not e.owned and not e.page.lost])
         if entry is None:
             return
         self.rig_().hierarchy.adopt(entry.page, self.block, 4)
@@ -246,6 +246,42 @@ class HierarchyMachine(RuleBasedStateMachine):
             assert all(e.page.level == 0 for e in load)
             assert all(self.rig_().hierarchy.free(0, g) >= need[g] for g in range(self.model.groups))
 
+    @rule(given_bits=numbers, parked_bits=numbers, need=st.lists(st.integers(0, 3), min_size=2, max_size=2))
+    def trade(self, given_bits: int, parked_bits: int, need: list[int]) -> None:
+        """What is foreseen of giving up locks is what then happens."""
+        rig = self.rig_()
+        need = need[: self.model.groups]
+        given = [e for i, e in enumerate(self.all(locked=True)) if given_bits >> i & 1]
+        parked = [e for i, e in enumerate(self.all(locked=True)) if parked_bits >> i & 1 and e not in given]
+        self.synchronize()
+        given = [e for e in given if not e.gone]
+        foreseen = rig.hierarchy.foresee(need, [e.page for e in given], [e.page for e in parked])
+        point = rig.timeline.record(rig.stream)
+        for entry in given + parked:
+            if entry in parked:
+                rig.hierarchy.hold_locked(entry.page, point)
+                entry.holds += 1
+            else:
+                rig.hierarchy.unlock(entry.page, point)
+            entry.locks -= 1
+            self.model.settle(entry)
+        short = self.room(0, need, [])
+        self.compare_shortage(short, foreseen)
+        self.compare_shortage(short, rig.hierarchy.acquire(need, []))
+
+    @rule(number=numbers, priority=st.sampled_from([10, 35, 90]))
+    def raise_priority(self, number: int, priority: int) -> None:
+        entry = self.pick(number, self.all())
+        if entry is None:
+            return
+        self.rig_().hierarchy.raise_priority(entry.page, priority)
+        if priority > entry.priority:
+            queue = self.model.queues[entry.level, entry.group]
+            if entry in queue:
+                queue.remove(entry)
+            entry.priority = priority
+            self.model.settle(entry)
+
     @rule(bits=numbers, level=numbers)
     def prefetch(self, bits: int, level: int) -> None:
         level %= self.model.last + 1
@@ -265,28 +301,30 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(number=numbers)
     def copy(self, number: int) -> None:
         rig = self.rig_()
-        entry = self.pick(number, [e for e in self.all() if e.page.transfers == 0])
+        entry = self.pick(number, self.all())
         if entry is None:
             return
-        copy = rig.hierarchy.try_copy(entry.page, 35, rig.stream)
-        levels = range(entry.level, self.model.last + 1)
-        if copy is None:
-            assert all(self.model.free(level, entry.group) == 0 for level in levels)
-            for level in levels:
-                assert all(e.holds or e is entry or e in self.busy() for e in self.model.queues[level, entry.group])
+        if entry.page.lost:
+            assert rig.hierarchy.try_copy(entry.page, 35, rig.stream) is None
             return
+        need = [1 if group == entry.group else 0 for group in range(self.model.groups)]
+        levels = range(entry.level, self.model.last + 1)
+        expected = [level for level in levels if self.model.free(level, entry.group) > 0]
+        for level in levels:
+            cached = any(not e.holds for e in self.model.queues[level, entry.group])
+            spared = [entry, *self.busy()]
+            if not expected and cached and self.model.make_room(level, need, [], spared, False) is None:
+                expected.append(level)
+        copy = rig.hierarchy.try_copy(entry.page, 35, rig.stream)
+        if copy is None:
+            assert not expected
+            return
+        assert copy.level == expected[0]
         rig.pages.append(copy)
         made = Entry(copy, entry.group, 35, entry.value)
         made.locks = 0
         made.holds = 1
         rig.hierarchy.hold(copy)
-        free = [level for level in levels if self.model.free(level, entry.group) > 0]
-        if free:
-            assert copy.level == free[0]
-        else:
-            need = [0] * self.model.groups
-            need[entry.group] = 1
-            assert self.model.make_room(copy.level, need, [], [entry, *self.busy()], False) is None
         made.level = copy.level
         self.model.entries.append(made)
         rig.hierarchy.adopt(copy, self.block, 2)
@@ -368,12 +406,39 @@ class HierarchyMachine(RuleBasedStateMachine):
         load = [e.page for i, e in enumerate(self.all(held=True)) if bits >> i & 1]
         self.faulty = self.faulty or call in ("read_file", "write_file")
         rig.driver.fail(call, nth)
-        try:
+        with contextlib.suppress(KVCacheError):
             rig.hierarchy.acquire(need[: self.model.groups], load)
-        except KVCacheError:
-            pass
-        finally:
-            rig.driver.heal()
+        rig.driver.heal()
+        self.synchronize_model()
+
+    @rule(number=numbers, level=numbers)
+    def load_from_disk_with_fault(self, number: int, level: int) -> None:
+        """One read of one page fails; the page may be moved on before anybody looks."""
+        rig = self.rig_()
+        entry = self.pick(number, [e for e in self.all() if self.model.disk[e.level]])
+        if entry is None:
+            return
+        self.faulty = True
+        rig.hierarchy.hold(entry.page)
+        entry.holds += 1
+        rig.driver.fail("read_file", 1 + number % 2)
+        rig.hierarchy.prefetch([entry.page], level % (entry.level + 1))
+        rig.driver.heal()
+        rig.hierarchy.acquire([0] * self.model.groups, [entry.page])
+        self.synchronize_model()
+
+    @rule(life_cycle=numbers, call=st.sampled_from(["write_file", "copy_batch", "record_event"]))
+    def new_with_fault(self, life_cycle: int, call: str) -> None:
+        """What is pushed down to make room is lost on the way, or stays where it was."""
+        rig = self.rig_()
+        life_cycle %= rig.layout.num_life_cycles
+        need = [0] * self.model.groups
+        need[rig.layout.pool_group_of[life_cycle]] = self.model.slots[0][rig.layout.pool_group_of[life_cycle]] // 2 + 1
+        self.faulty = self.faulty or call == "write_file"
+        rig.driver.fail(call)
+        with contextlib.suppress(KVCacheError):
+            rig.hierarchy.acquire(need, [])
+        rig.driver.heal()
         self.synchronize_model()
 
     def synchronize_model(self) -> None:

@@ -318,3 +318,65 @@ def test_slot_is_handed_on_with_the_point_of_its_last_user(rigs: list[Rig]) -> N
     assert rig.timeline.done(point)
     rig.timeline.forget(consumer)
     rig.driver.destroy_stream(consumer)
+
+
+def test_copies_of_unconfirmed_bytes_are_lost_with_them(rigs: list[Rig], tmp_path: Path) -> None:
+    """A page is copied while its read from disk is in flight; the read fails: both are lost, and no copy is made of either."""
+    rig = Rig([[4], [4]], "gd", path=str(tmp_path))
+    rigs.append(rig)
+    page = rig.held(1)
+    assert rig.hierarchy.acquire([4], []) is None
+    settle_all(rig)
+    rig.driver.fail("read_file")
+    assert rig.hierarchy.acquire([1], [page]) is None
+    private = rig.new()
+    rig.hierarchy.copy_into(page, private, rig.stream)
+    block = FakeBlock("snapshot")
+    snapshot = rig.hierarchy.try_copy(private, 35, rig.stream)
+    assert snapshot is not None
+    rig.pages.append(snapshot)
+    rig.hierarchy.adopt(snapshot, block, 4)
+    assert [one.transfers for one in (page, private, snapshot)] == [1, 1, 1]
+    rig.check()
+    settle_all(rig)
+    assert [one.lost for one in (page, private, snapshot)] == [True, True, True]
+    assert block.gone == [snapshot]
+    assert not snapshot.alive()
+    assert rig.counters.lost == [3]
+    assert rig.hierarchy.try_copy(page, 35, rig.stream) is None
+    assert rig.hierarchy.transfers_in_flight == 0
+
+
+def test_copies_of_confirmed_loads_are_confirmed_with_them(rigs: list[Rig], tmp_path: Path) -> None:
+    rig = Rig([[4], [4]], "gd", path=str(tmp_path))
+    rigs.append(rig)
+    page = rig.held(1)
+    assert rig.hierarchy.acquire([4], []) is None
+    settle_all(rig)
+    assert rig.hierarchy.acquire([1], [page]) is None
+    private = rig.new()
+    rig.timeline.wait(rig.stream, page.ready)
+    rig.hierarchy.copy_into(page, private, rig.stream)
+    assert private.transfers == 1
+    settle_all(rig)
+    assert (private.transfers, private.lost) == (0, False)
+    rig.expect(private, 1)
+
+
+def test_exchange_beside_a_load_whose_slot_is_kept(rigs: list[Rig], tmp_path: Path) -> None:
+    """A page on disk whose write is still unconfirmed leaves no free slot behind when it is loaded; the exchange knows that."""
+    rig = Rig([[3], [2]], "gd", path=str(tmp_path))
+    rigs.append(rig)
+    first, second = rig.held(1), rig.held(2)
+    rig.new(3)
+    assert rig.hierarchy.acquire([1], []) is None
+    settle_all(rig)
+    third = rig.held(4)
+    cached = rig.cached(5)
+    assert (first.level, second.level, second.transfers) == (1, 1, 1)
+    assert rig.hierarchy.acquire([0], [second, first]) is None
+    assert (first.level, second.level, third.level) == (0, 0, 1)
+    assert not cached.alive()
+    settle_all(rig)
+    for value, page in ((1, first), (2, second), (4, third)):
+        rig.expect(page, value)
