@@ -17,6 +17,7 @@ from kv_cache_manager_v2 import (
     BatchDesc,
     BufferConfig,
     CacheLevel,
+    CacheListener,
     CacheTierConfig,
     DataRole,
     DiskCacheTierConfig,
@@ -226,10 +227,11 @@ class Rig:
         seed: int = 0,
         engine: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        events: CacheListener | None = None,
     ) -> None:
         self.config = config
         self.driver = EmulatedDriver(schedule, seed)
-        self.manager = KVCacheManager(config, driver=self.driver, clock=clock)
+        self.manager = KVCacheManager(config, events, driver=self.driver, clock=clock)
         self.engine = FakeEngine(self.manager, self.driver, config) if engine else None
         self.streams: list[Stream] = []
         self.stream: Stream = self.new_stream()
