@@ -282,6 +282,10 @@ class Rig:
         """A new cache, SUSPENDED. It is closed with the rig at the latest."""
         self._ids += 1
         cache = self.manager.create_kv_cache(scope, tokens, self._ids if id is None else id, priority)
+        return self.own(cache)
+
+    def own(self, cache: KVCache) -> KVCache:
+        """Close a cache with the rig at the latest."""
         self._opened.append(cache)
         return cache
 
