@@ -178,6 +178,20 @@ def test_undoing_tells_missed_from_generated_blocks(shrink_to: int) -> None:
         assert iteration(rig).iter_gen_alloc_blocks == left - missed
 
 
+def test_undoing_reaches_back_over_several_growths() -> None:
+    """Two growths while generating, then one shrink into the first of them: one block of generation is left."""
+    with rig_of(blocks(8)) as rig:
+        cache = open_cache(rig, expected=8)
+        assert cache.resize(8, 8)
+        cache.commit_pending_stats()
+        forget(rig)
+        assert cache.resize(16)
+        assert cache.resize(24)
+        assert cache.resize(12)
+        assert cache.commit_pending_stats() == request(1, 0)
+        assert iteration(rig).iter_gen_alloc_blocks == 1
+
+
 @pytest.mark.parametrize("kinds", [("full",), ((8, 4),), ((4, 0),), ("full", (8, 4)), ((8, 8), (16, 0))])
 @pytest.mark.parametrize("keep", [12, 20, 32])
 def test_undoing_is_exact_with_windows_and_sinks(kinds: tuple[Kind, ...], keep: int) -> None:
