@@ -190,3 +190,27 @@ def test_work_in_flight_is_waited_for(rigs: list[Rig]) -> None:
         for i, page in enumerate(pages):
             if page.alive():
                 rig.expect(page, i)
+
+
+def test_memory_that_is_still_read_does_not_move(rigs: list[Rig]) -> None:
+    """A page has just left the host for the GPU when the host level grows, to another address perhaps: the copy is waited for."""
+    for seed in range(20):
+        rig = Rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
+        rigs.append(rig)
+        pages = [rig.held(i) for i in range(4)]
+        assert rig.hierarchy.acquire([4], []) is None
+        assert rig.hierarchy.acquire([0], pages) is None
+        assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [8000]))
+        for i, page in enumerate(pages):
+            rig.expect(page, i)
+
+
+def test_memory_that_is_still_written_does_not_move(rigs: list[Rig]) -> None:
+    for seed in range(20):
+        rig = Rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
+        rigs.append(rig)
+        pages = [rig.held(i) for i in range(4)]
+        assert rig.hierarchy.acquire([4], []) is None
+        assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [8000]))
+        for i, page in enumerate(pages):
+            rig.expect(page, i)

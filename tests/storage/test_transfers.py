@@ -380,3 +380,39 @@ def test_exchange_beside_a_load_whose_slot_is_kept(rigs: list[Rig], tmp_path: Pa
     settle_all(rig)
     for value, page in ((1, first), (2, second), (4, third)):
         rig.expect(page, value)
+
+
+@pytest.mark.parametrize("tiers", ["gh", "gd"])
+def test_what_is_pushed_down_is_what_its_last_writer_wrote(rigs: list[Rig], tiers: str, tmp_path: Path) -> None:
+    """The copy stands behind the engine's work on the page, however late that runs."""
+    rig = Rig([[1], [1]], tiers, path=str(tmp_path))
+    rigs.append(rig)
+    page = rig.new()
+    gate = rig.driver.gate(rig.stream)
+    rig.stamp(page, 7)
+    rig.hierarchy.hold_locked(page, page.ready)
+    assert rig.hierarchy.acquire([1], []) is None
+    assert page.level == 1
+    assert not rig.timeline.done(page.ready)
+    gate.open()
+    rig.expect(page, 7)
+
+
+def test_slot_of_a_source_is_not_overwritten_before_it_was_read(rigs: list[Rig]) -> None:
+    """Host to GPU behind a gate; meanwhile the host slot is given to another page, whose bytes arrive after the first were read."""
+    rig = Rig([[2], [1]])
+    rigs.append(rig)
+    first = rig.held(1)
+    second = rig.held(2)
+    busy = rig.new()
+    assert (first.level, second.level) == (1, 0)
+    gate = rig.driver.gate(rig.stream)
+    rig.stamp(busy, 3)
+    rig.hierarchy.unlock(busy, busy.ready)
+    assert rig.hierarchy.acquire([0], [first]) is None
+    rig.hierarchy.lock_held(first)
+    assert rig.hierarchy.acquire([1], []) is None
+    assert second.level == 1
+    gate.open()
+    rig.expect(first, 1)
+    rig.expect(second, 2)
