@@ -4,9 +4,26 @@ Rule: what is always allocated together lies together. Within a layer group (lif
 side in one *coalesced buffer*; each coalesced buffer has a pool of its own, the largest first. Layer groups whose pools have equal
 slot sizes share a *pool group*. A *slot* is one id, good in every pool of its group: slot i is the i-th piece of each pool.
 
-    layer group 0 (full):    K0 V0 K1 V1 | KS0 VS0 KS1 VS1      two sizes of buffers: two pools
-    layer group 1 (window):  K2 V2 K3 V3 | KS2 VS2 KS3 VS3      equal totals: the same pool group, interchangeable slots
-                             `- pool 0 -'  `--- pool 1 ---'
+A real one: layers 0 and 2 with full attention, 1 and 3 with a window of 1024 tokens, 64 KiB of keys and of values and 2 KiB of
+scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Before each buffer stands its
+offset in bytes. The slots of pool group 0 are interchangeable between layer groups 0 and 1. (`explaining.draw_layout` draws this.)
+
+    pool group 0
+      pool 0, 262144 bytes a slot
+        layer group 0  | 0: 0 key | 65536: 0 value | 131072: 2 key | 196608: 2 value |
+        layer group 1  | 0: 1 key | 65536: 1 value | 131072: 3 key | 196608: 3 value |
+      pool 1, 8192 bytes a slot
+        layer group 0  | 0: 0 key_scale | 2048: 0 value_scale | 4096: 2 key_scale | 6144: 2 value_scale |
+        layer group 1  | 0: 1 key_scale | 2048: 1 value_scale | 4096: 3 key_scale | 6144: 3 value_scale |
+    pool group 1
+      pool 0, 262144 bytes a slot
+        layer group 2  | 0: 4 state |
+      pool 1, 24576 bytes a slot
+        layer group 2  | 0: 4 conv |
+
+The bytes of buffer (2, value) for a block in slot i are the 65536 at base of pool 0 + i * 262144 + 196608. `pool_group_descs` of a
+manager say all this with addresses: `PoolGroupDesc` (num_slots; pools with base and slot bytes; a `SlotDesc` with one
+`SlotDescVariant` for each layer group, whose i-th `CoalescedBuffer` lies in the i-th pool).
 
 A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) repeats `expansion` times in a slot; its size here is that
 of all repetitions.

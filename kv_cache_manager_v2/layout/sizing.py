@@ -270,6 +270,18 @@ def size_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> list[Lev
     Raises ConfigError if a quota is below its minimum and `strict_quota` is set (otherwise it is raised, with one warning that
     names both figures), or if page indices of the GPU's slots would not fit int32.
     """
+    sizings, raised = plan_levels(layout, config)
+    if len(raised) > 0:
+        text = "; ".join(raised)
+        if config.strict_quota:
+            raise ConfigError(f"{text}; raise the quota, lower the constraints, or leave strict_quota unset")
+        logger.warning("%s; raised to the minimum", text)
+    check_index_range(layout, sizings[GPU_LEVEL].slots)
+    return sizings
+
+
+def plan_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[list[LevelSizing], list[str]]:
+    """The sizing of each level, and a sentence for each quota that is below its minimum, raised to it here."""
     weights, weights_from = initial_weights(layout, config)
     sizings: list[LevelSizing] = []
     raised: list[str] = []
@@ -284,13 +296,7 @@ def size_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> list[Lev
                 f"level {index} ({tier_config.tier.name}): quota of {asked} bytes is below the minimum of {minimum} bytes"
             )
         sizings.append(make_sizing(layout, LevelSizing(tier_config.tier, asked, quota, granularity), weights, weights_from, floors))
-    if len(raised) > 0:
-        text = "; ".join(raised)
-        if config.strict_quota:
-            raise ConfigError(f"{text}; raise the quota, lower the constraints, or leave strict_quota unset")
-        logger.warning("%s; raised to the minimum", text)
-    check_index_range(layout, sizings[GPU_LEVEL].slots)
-    return sizings
+    return sizings, raised
 
 
 def make_sizing(

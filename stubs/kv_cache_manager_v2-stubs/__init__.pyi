@@ -74,6 +74,7 @@ from kv_cache_manager_v2.ids import (
 from kv_cache_manager_v2.kv_cache import KVCache, commit_batch, resize_batch
 from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
+from kv_cache_manager_v2.layout.explaining import SizingLevel, SizingRow, SizingTable, explain_sizing
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
@@ -130,7 +131,11 @@ __all__ = [
     "ScratchDesc",
     "SlotDesc",
     "SlotDescVariant",
+    "SizingLevel",
+    "SizingRow",
+    "SizingTable",
     "exact_div",
+    "explain_sizing",
     "typed_range",
     # tokens and keys
     "MmItemContext",
