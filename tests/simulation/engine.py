@@ -118,7 +118,6 @@ class Engine:
         pieces: list[Piece] = []
         size = self.size
         step = buffer.step(size)
-        scratch = None if kind.recurrent or not borrow else cache.get_scratch_desc(group)
         for number, beam in enumerate(request.beams):
             if kind.recurrent:
                 if beam.state is not None:
@@ -132,6 +131,7 @@ class Engine:
             if end <= beg:
                 continue
             base = list(cache.get_aggregated_page_indices(group, BeamIndex(number)))
+            scratch = cache.get_scratch_desc(group, BeamIndex(number)) if borrow else None
             pages = buffer.converter(base, PER_LAYER, scratch)
             values = [stamp ^ buffer.salt for stamp in beam.stamps[:end]]
             for block in range(beg // size, -(-end // size)):

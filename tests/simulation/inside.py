@@ -24,7 +24,7 @@ class Inside:
 
     def __init__(self, manager: KVCacheManager, driver: EmulatedDriver) -> None:
         self.driver = driver
-        self.shared: Shared = manager._shared
+        self.shared: Shared = manager.shared
         self.tree: RadixTree = self.shared.tree
         self.hierarchy: Hierarchy = self.shared.hierarchy
 
@@ -53,6 +53,31 @@ class Inside:
         if place.tier == CacheTier.DISK:
             return os.pread(place.fds[pool], nbytes, address)
         return self.driver.read_bytes(address, nbytes)
+
+    # --- room, counted page by page
+
+    def fits(self, need: Sequence[int], load: Sequence[Page]) -> bool:
+        """Whether need[g] slots of each pool group and a place for every page of `load` can be had on the GPU: droppable pages can
+        go anywhere, even away, held ones only where there is room below, and a page that comes up leaves its slot to others."""
+        mine = {id(page) for page in load}
+        hierarchy = self.hierarchy
+        for group in range(hierarchy.num_groups):
+            coming = [page for page in load if page.pool_group == group and page.level > 0]
+            below = len(coming)
+            for level in range(1, hierarchy.num_levels):
+                below += hierarchy.free(level, group) + len(self._pages(level, group, mine, False))
+            here = hierarchy.free(0, group) + len(self._pages(0, group, mine, False))
+            movable = min(len(self._pages(0, group, mine, True)), below)
+            if need[group] + len(coming) > here + movable:
+                return False
+        return True
+
+    def _pages(self, level: int, group: int, mine: set[int], held: bool) -> list[Page]:
+        """Pages that nobody runs on, held by a suspended request or not, those of `mine` left out."""
+        pages = self.hierarchy.levels.allocators[self.hierarchy.levels.cell(level, group)].pages
+        return [
+            page for page in pages if page is not None and page.locks == 0 and id(page) not in mine and (page.holds > 0) == held
+        ]
 
     # --- the whole state, to see that nothing changed
 

@@ -92,7 +92,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
     pools = sum(len(sizes) for sizes in totals)
     config = KVCacheManagerConfig(
         tokens_per_block=size,
-        cache_tiers=_tiers(random, tiers, path, slots, pools, [sum(sizes) for sizes in totals]),
+        cache_tiers=_tiers(random, tiers, path, slots, pools + (2 if shape == "two pool groups" else 0), totals),
         layers=layers,
         max_util_for_resume=random.choice((0.97, 1.0, 0.75)),
         enable_partial_reuse=random.random() < 0.75,
@@ -116,12 +116,12 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         num_streams=random.randrange(1, 4),
         alphabet=_alphabet(random),
         num_scopes=random.randrange(1, 4),
-        longest=max(6, min(48, size * (slots - len(kinds) + 1))),
+        longest=max(6, min(64 if shape == "scratch" else 48, size * (slots * (3 if shape == "scratch" else 1) - len(kinds) + 1))),
         max_rewind=config.swa_scratch_reuse.max_rewind_len if config.swa_scratch_reuse is not None else 0,
         scratch=shape == "scratch",
         gpu_slots=slots,
         tiers=tiers,
-        faults=random.random() < 0.4 if faults is None else faults,
+        faults=random.random() < 0.5 if faults is None else faults,
     )
 
 
@@ -158,18 +158,22 @@ def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str
     """Layers of each kind, interleaved, and the slot bytes of each pool by pool group."""
     unit = 16 * size  # two words for each token
     depth = random.choice((1, 2))  # layers of each kind
+    apart = random.random() < 0.5  # states of another size than pages: a pool group of their own
     extra = random.random() < 0.3  # a second, smaller buffer size: two pools in each group
     layers: list[LayerConfig] = []
     totals: list[list[int]] = []
     sizes_of: list[list[int]] = []
     for number, kind in enumerate(kinds):
-        slot = GRAIN // slots // (2 if shape == "two pool groups" and number > 0 else 1)
+        slot = GRAIN // slots
+        if shape == "two pool groups":  # several grains each, so that shares can change
+            slot = 2 * GRAIN // slots // (2 if number > 0 else 1)
+        elif kind.recurrent and apart:
+            slot //= 2
         big = slot // (2 * depth) // unit * unit
         sizes = [big * 2 * depth] + ([unit * depth] if extra else [])
         sizes_of.append(sizes)
         if sizes not in totals:
             totals.append(sizes)
-        del kind
     for level in range(depth):
         for number, kind in enumerate(kinds):
             big = sizes_of[number][0] // (2 * depth)
@@ -187,15 +191,15 @@ def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str
     return layers, totals
 
 
-def _tiers(random: Random, tiers: str, path: str, slots: int, pools: int, totals: list[int]) -> list[CacheTierConfig]:
+def _tiers(random: Random, tiers: str, path: str, slots: int, grains: int, totals: list[list[int]]) -> list[CacheTierConfig]:
     made: list[CacheTierConfig] = []
     for letter in tiers:
         if letter == "g":
-            made.append(GpuCacheTierConfig(GRAIN * pools))
+            made.append(GpuCacheTierConfig(GRAIN * grains))
         elif letter == "h":
-            made.append(HostCacheTierConfig(sum(totals) * random.randrange(2, slots + 4)))
+            made.append(HostCacheTierConfig(sum(map(sum, totals)) * random.randrange(2, slots + 4)))
         else:
-            made.append(DiskCacheTierConfig(GRAIN * pools, path))
+            made.append(DiskCacheTierConfig(GRAIN * grains, path))
     return made
 
 

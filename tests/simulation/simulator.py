@@ -18,8 +18,9 @@ from typing import Final
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from tests.simulation.model import Token
+from tests.simulation.scene import Live
 from tests.simulation.setups import Setup, draw
-from tests.simulation.world import Live, World
+from tests.simulation.world import World
 
 _DIGEST: Final = re.compile(r"b'[^']*'")
 
@@ -84,7 +85,7 @@ class Simulation:
             self.create()
             return
         pick = random.random()
-        if pick < 0.04:
+        if pick < 0.06:
             self.around()
             return
         live = random.choice(world.live)
@@ -150,11 +151,11 @@ class Simulation:
         elif pick < 0.45 and world.plans:
             number, forget = random.randrange(len(world.plans)), random.random() < 0.3
             self.note(f"drop plan {number}", world.drop_plan(number, forget))
-        elif pick < 0.6 and self.setup.faults:
+        elif pick < 0.65 and self.setup.faults:
             self.fault()
-        elif pick < 0.8:
+        elif pick < 0.73:
             self.note("illegal call", self.manager_mistake())
-        elif pick < 0.84 and len(world.live) < 4:
+        elif pick < 0.77 and len(world.live) < 4:
             for live in list(world.live):
                 self.close(live)
             self.note("clear", world.clear())
@@ -169,7 +170,7 @@ class Simulation:
                 self.note(f"suspend {live.number}", world.suspend(live))
             if live.lost:
                 self.close(live)
-        if random.random() < 0.4:
+        if random.random() < (0.7 if world.inside.shared.layout.num_pool_groups > 1 else 0.1):
             self.note("adjust", world.adjust(True))
             return
         level = random.randrange(len(world.quotas))
@@ -196,7 +197,8 @@ class Simulation:
             )
         )
         nth = random.randrange(1, 4)
-        self.note(f"fault {call} {effect} {nth}", world.fault(call, nth, effect))
+        times = random.randrange(1, 5) if call.endswith("_file") else 1
+        self.note(f"fault {call} {effect} {nth} {times}", world.fault(call, nth, times, effect))
 
     def close(self, live: Live) -> None:
         self.remember(live)
@@ -244,7 +246,9 @@ class Simulation:
     def on_active(self, live: Live) -> None:
         world, random, model = self.world, self.random, live.model
         pick = random.random()
-        if pick < 0.5:
+        if pick < 0.04:
+            self.batch_step()
+        elif pick < 0.5:
             self.step(live)
         elif pick < 0.66:
             self.commit(live)
@@ -269,6 +273,8 @@ class Simulation:
             self.note(f"mistake {live.number}", self.active_mistake(live))
         elif pick < 0.97:
             self.note(f"stream {live.number}", world.change_stream(live, random.randrange(self.setup.num_streams)))
+        elif pick < 0.98:
+            self.next_turn(live)
         elif pick < 0.995:
             self.close(live)
         else:
@@ -286,6 +292,18 @@ class Simulation:
         if not live.lost:
             self.note(f"plan {live.number}", self.world.plan(live))
 
+    def next_turn(self, live: Live) -> None:
+        """The end of a turn: what only the next one needs is planned to be dropped, and is as soon as that one has come."""
+        world = self.world
+        self.plan(live)
+        if live.lost or not world.plans:
+            return
+        self.close(live)
+        scope, tokens = live.model.scope, live.model.beams[0].tokens[: live.model.committed]
+        if self.random.random() < 0.5:
+            self.note(f"next turn {world.created}", world.create(scope, tokens + self.tokens(2)))
+        self.note("drop plan -1", world.drop_plan(len(world.plans) - 1, self.random.random() < 0.3))
+
     # --- lengths and tokens
 
     def step(self, live: Live) -> None:
@@ -295,6 +313,8 @@ class Simulation:
             self.close(live)
             return
         grow = random.randrange(1, 2 * self.setup.size + 2) if random.random() < 0.6 else 1
+        if self.setup.scratch and random.random() < 0.5:
+            grow = random.randrange(1, 6 * self.setup.size + 12)  # further than the windows reach
         history = model.computed if random.random() < 0.8 or model.recurrent else self.history(live)
         if self.setup.scratch:
             history = max(history, model.capacity - self.setup.max_rewind, model.history)
@@ -322,6 +342,20 @@ class Simulation:
             self.note(f"suspend {others[-1].number}", self.world.suspend(others[-1]))
         elif not live.lost:
             self.close(live)
+
+    def batch_step(self) -> None:
+        """Only of requests of one beam that commit as they go; a failing device would leave a batch half done."""
+        world, random = self.world, self.random
+        lives = [
+            live
+            for live in world.live
+            if live.active and live.model.width == 1 and live.model.committing and not live.lost and not live.buffers
+        ]
+        if self.setup.faults or self.setup.config.commit_min_snapshot or self.setup.scratch or not lives:
+            return
+        grow = [random.randrange(1, 3) for _live in lives]
+        outcome = world.batch_step(lives, grow, [self.tokens(2) for _live in lives])
+        self.note(f"batch step of {[live.number for live in lives]} by {grow}", outcome)
 
     def history(self, live: Live) -> int:
         """A history length that the engine may declare: up to what it has computed."""

@@ -1,4 +1,4 @@
-"""A manager, its device, its engine and the model, in step: every operation is done on all of them and compared at once.
+"""The operations of a simulation: each is done on the manager and on the model, and compared at once.
 
 Rule: an operation takes explicit arguments and draws nothing, so that a seeded simulation and a shrinking state machine share it.
 It returns its outcome as one word, and counts it.
@@ -7,149 +7,23 @@ It returns its outcome as one word, and counts it.
 from __future__ import annotations
 
 import warnings
-import zlib
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, PlannedDropHandle, ReuseScope
-from kv_cache_manager_v2.device.schedule import EmulatedGate
-from kv_cache_manager_v2.errors import (
-    AlreadyDroppedError,
-    CuError,
-    KVCacheError,
-    OutOfMemoryError,
-    OutOfPagesError,
-    PageDataLostError,
-)
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId
+from kv_cache_manager_v2 import KVCache, PlannedDropHandle, commit_batch, resize_batch
+from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
+from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
+from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from kv_cache_manager_v2.storage.page import Page
-from tests.simulation.engine import WORD, Buffer, Engine
-from tests.simulation.inside import Inside, longest_match
-from tests.simulation.model import Library, Request, Token, chain_all
-from tests.simulation.setups import Setup
+from tests.simulation.inside import longest_match
+from tests.simulation.model import Request, Token, chain_all
+from tests.simulation.scene import Live, Scene
 
 PriorityCallback = Callable[[int, LifeCycle], int]
 
 
-class Live:
-    """An open request: the public handle, and what the model knows."""
-
-    def __init__(self, number: int, cache: KVCache, model: Request, losses: int) -> None:
-        self.number = number
-        self.cache = cache
-        self.model = model
-        self.losses = losses  # pages that had been lost when it was created
-        self.lost = False  # a call has raised PageDataLostError
-        self.doubt = ""  # a kernel of it found wrong bytes: then it must turn out to be lost
-        self.buffers: dict[tuple[int, int], array[int]] = {}  # page-index buffers attached, by (life cycle, beam)
-
-    @property
-    def active(self) -> bool:
-        return self.model.status == "ACTIVE"
-
-
-class World:
-    """Everything that is simulated."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.now = 0.0  # the manager's clock, seconds
-        self.driver = EmulatedDriver(setup.schedule, setup.seed, setup.timeout_calls)
-        self.manager = KVCacheManager(setup.config, driver=self.driver, clock=self._clock)
-        self.inside = Inside(self.manager, self.driver)
-        self.engine = Engine(self.manager, setup.size)
-        self.streams = [self.driver.create_stream() for _stream in range(setup.num_streams)]
-        self.library = Library(setup.num_scopes)
-        self.scopes = [
-            ReuseScope(None if number == 0 else number, 7 if number == 2 else None) for number in range(setup.num_scopes)
-        ]
-        self.live: list[Live] = []
-        self.plans: list[PlannedDropHandle] = []
-        self.gates: list[EmulatedGate] = []  # of file transfers that hang
-        self.closed_in_doubt: list[Live] = []
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.created = 0
-        self.started: set[int] = set()  # requests that have been ACTIVE
-        self.recent: list[Live] = []  # closed lately: their kernels may still be queued
-        self.armed = False  # faults have been ordered: calls may fail
-        self.trace = 0  # checksum of all that happened
-        movement = self.manager.movement
-        self.quotas = [self.manager.get_quota(CacheLevel(level)) for level in range(len(movement.dropped[0]))]
-
-    def _clock(self) -> float:
-        return self.now
-
-    # --- bookkeeping
-
-    def count(self, operation: str, outcome: str, *details: int) -> str:
-        self.counts[operation, outcome] += 1
-        self.trace = zlib.crc32(f"{operation} {outcome} {details}".encode(), self.trace)
-        return outcome
-
-    def losses(self) -> int:
-        return sum(self.manager.movement.lost)
-
-    def calm(self) -> bool:
-        """Whether nothing can change behind a call's back."""
-        shared = self.inside.shared
-        waiting = shared.abandoned or shared.discarded_plans or shared.provisions
-        return self.inside.hierarchy.transfers_in_flight == 0 and not waiting and not self.armed
-
-    def fingerprint(self, live: Live | None) -> tuple[object, ...]:
-        return (self.inside.fingerprint(), self.face(live) if live is not None else None, self.manager.num_open_caches)
-
-    def face(self, live: Live) -> tuple[object, ...]:
-        """All that the public face shows of a request."""
-        cache = live.cache
-        rows: list[tuple[int, ...]] = []
-        for number, kind in enumerate(self.setup.kinds):
-            for beam in range(cache.beam_width):
-                if kind.recurrent:
-                    rows.append((cache.get_ssm_block_base_index(LayerGroupId(number), BeamIndex(beam)),))
-                else:
-                    rows.append(tuple(cache.get_aggregated_page_indices(LayerGroupId(number), BeamIndex(beam))))
-        lengths = (cache.capacity, cache.history_length, cache.num_committed_tokens, cache.num_blocks, cache.beam_width)
-        return (int(cache.status), lengths, tuple(rows), tuple(cache.committed_tokens))
-
-    def attempt(self, live: Live | None, operation: str, call: Callable[[], object]) -> tuple[str, object]:
-        """Do a call that may meet injected faults: ("", result), or the name of the failure."""
-        try:
-            result = call()
-        except PageDataLostError:
-            assert live is not None
-            assert self.losses() > live.losses, "a request is lost though no page was"
-            live.lost = True
-            return self.count(operation, "data lost"), None
-        except OutOfPagesError:
-            raise
-        except (CuError, OutOfMemoryError):
-            assert self.armed, "a device failure that nobody ordered"
-            return self.count(operation, "device failure"), None
-        assert live is None or not live.lost or operation == "close", f"{operation} went through though the request is lost"
-        return "", result
-
-    def after(self) -> None:
-        """Look at what kernels found meanwhile."""
-        if self.engine.errors:
-            errors, self.engine.errors = self.engine.errors, []
-            for request, text in errors:
-                assert self.setup.faults, f"wrong bytes: {text}"
-                for live in [*self.live, *self.closed_in_doubt]:
-                    if live.model is request:
-                        live.doubt = text
-                        break
-                else:
-                    self.closed_in_doubt.append(self._ghost(request, text))
-
-    def _ghost(self, request: Request, text: str) -> Live:
-        """A request that was closed before its kernels ran."""
-        for live in self.recent:
-            if live.model is request:
-                live.doubt = text
-                return live
-        raise AssertionError(f"wrong bytes: {text}")
+class World(Scene):
+    """All operations. Request by request, then planned drops, the manager itself, mistakes and faults."""
 
     # --- requests
 
@@ -160,7 +34,6 @@ class World:
         tokens: object = list(prompt)
         if self.created % 3 == 1 and all(isinstance(token, int) for token in prompt):
             tokens = array("q", [token for token in prompt if isinstance(token, int)])
-        losses = self.losses()
         cache = self.manager.create_kv_cache(self.scopes[scope], tokens, self.created, callback)
         found = cache.num_committed_tokens
         assert found <= limit, f"{found} tokens reused, {limit} can be"
@@ -170,7 +43,7 @@ class World:
         model = Request(scope, self.library.roots[scope], self.setup.size, self.setup.kinds)
         model.scratch = self.setup.scratch
         model.start(prompt, found)
-        live = Live(self.created, cache, model, losses)
+        live = Live(self.created, cache, model)
         self.created += 1
         self.live.append(live)
         if check:
@@ -197,6 +70,7 @@ class World:
         most = self.setup.config.max_util_for_resume
         before = self.fingerprint(live) if check and self.calm() else None
         gate = self.calm() and any(hierarchy.utilization(0, group) > most for group in groups)
+        fits, barely = self._fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
         failure, done = self.attempt(live, "resume", lambda: live.cache.resume(self.streams[stream]))
         if failure:
             assert live.cache.status == KVCache.Status.SUSPENDED
@@ -205,8 +79,11 @@ class World:
             shortage = live.cache.last_shortage
             assert shortage is not None
             assert before is None or before == self.fingerprint(live), "a resume that returned False changed something"
+            assert before is None or shortage.gate == gate
+            assert not fits or shortage.gate, "a resume that fits was refused"
             return self.count("resume", "gate" if shortage.gate else "false")
         assert not gate, "resumed beyond max_util_for_resume"
+        assert barely, "a resume that cannot fit went through"
         partial = live.model.history % self.setup.size != 0 and live.number not in self.started
         self.started.add(live.number)
         live.model.status = "ACTIVE"
@@ -215,13 +92,44 @@ class World:
         self.count("resume", "partial copy" if partial else "plain")
         return self.count("resume", "true", *self.positions(live))
 
-    def launch(self, live: Live, kernel: Callable[[], None]) -> None:
-        self.driver.launch(live.cache.cuda_stream, kernel)
+    def _fits_to_resume(self, live: Live) -> tuple[bool, bool]:
+        """By counting pages: whether there is room for all that the request holds and private copies of what it would write into,
+        and whether there is without copies of a last block that it may take out of the tree instead."""
+        pages = live_pages(live.cache)
+        need = [0] * self.inside.hierarchy.num_groups
+        tails = need.copy()
+        if live.number not in self.started:
+            for number, kind in enumerate(self.setup.kinds):
+                group = self.inside.shared.pool_group_of[number]
+                if kind.recurrent:
+                    need[group] += 0 if live.forked and state_page(live.cache) is not None else 1
+                elif live.model.history % self.setup.size and request_pages(live.cache, number)[-1] is not None:
+                    need[group] += 1
+                    tails[group] += 1
+        least = [slots - copies for slots, copies in zip(need, tails, strict=True)]
+        return self.inside.fits(need, pages), self.inside.fits(least, pages)
+
+    def _fits_to_grow(self, live: Live, capacity: int, history: int) -> bool | None:
+        """By counting pages; None where pages would go as others come."""
+        model = live.model
+        need = [0] * self.inside.hierarchy.num_groups
+        blocks = range(model.blocks, -(-capacity // self.setup.size))
+        for number, kind in enumerate(self.setup.kinds):
+            if kind.recurrent:
+                continue
+            if len(kind.stale(self.setup.size, history)) != len(kind.stale(self.setup.size, model.history)):
+                return None
+            fresh = [block for block in blocks if block not in kind.stale(self.setup.size, history)]
+            need[self.inside.shared.pool_group_of[number]] += len(fresh) * model.width
+        return self.inside.fits(need, [])
 
     def resize(self, live: Live, capacity: int, history: int, check: bool) -> str:
         model = live.model
         before = self.fingerprint(live) if check and self.calm() else None
         use_none = history == model.history
+        if any(len(buffer) * self.setup.size < capacity for buffer in live.buffers.values()):
+            return self.mistake(live, "short buffer", lambda: live.cache.resize(capacity, history), ConfigError)
+        fits = self._fits_to_grow(live, capacity, history) if before is not None and not self.setup.scratch else None
         failure, done = self.attempt(live, "resize", lambda: live.cache.resize(capacity, None if use_none else history))
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)
@@ -232,8 +140,10 @@ class World:
         if not done:
             assert live.cache.last_shortage is not None
             assert before is None or before == self.fingerprint(live), "a resize that returned False changed something"
+            assert not fits, "a resize that fits was refused"
             self.rows(live)
             return self.count("resize", "false")
+        assert fits is not False, "a resize that cannot fit went through"
         way = "grow" if capacity > model.capacity else "shrink" if capacity < model.capacity else "history"
         model.resized(capacity, history, self.setup.max_rewind)
         self.rows(live)
@@ -293,6 +203,31 @@ class World:
         self.rows(live)
         return self.count("stop_committing", "again" if again else "done")
 
+    def batch_step(self, lives: Sequence[Live], grow: Sequence[int], tokens: Sequence[Sequence[Token]]) -> str:
+        """A decode step of several requests in two calls: each settles all that it computed, computes, and commits one token."""
+        capacities = [live.model.computed + more for live, more in zip(lives, grow, strict=True)]
+        histories = [live.model.computed for live in lives]
+        faces = [self.face(live) for live in lives]
+        done = resize_batch([live.cache for live in lives], capacities, histories)
+        for number, live in enumerate(lives):
+            if number < done:
+                live.model.resized(capacities[number], histories[number], self.setup.max_rewind)
+                self.rows(live)
+            else:
+                assert self.face(live) == faces[number], "a request behind the one that was short of pages has changed"
+        ready = lives[:done]
+        for number, live in enumerate(ready):
+            self.compute(live, [tokens[number][: grow[number]]])
+        committing = [live for live in ready if live.model.clean_run(0) > 0]
+        values = [live.model.beams[0].tokens[live.model.committed] for live in committing]
+        items: list[object] = [value if isinstance(value, int) else [value] for value in values]
+        commit_batch([live.cache for live in committing], items)
+        for live in committing:
+            self.library.commit(live.model.commit(0, 1))
+            self.rows(live)
+            self.count("commit", "batch")
+        return self.count("batch", "whole" if done == len(lives) else "part", done)
+
     def suspend(self, live: Live) -> str:
         failure, _result = self.attempt(live, "suspend", live.cache.suspend)
         if failure:
@@ -309,6 +244,12 @@ class World:
             return failure
         if not done:
             assert before is None or before == self.fingerprint(live), "a prefetch that returned False changed something"
+        if done and level == 0 and check:
+            self.driver.synchronize()
+            if live.cache.is_loaded:
+                self.count("prefetch", "loaded")
+            else:
+                assert self.setup.faults, "loaded, at rest, and not there"
         return self.count("prefetch", "true" if done else "false")
 
     def close(self, live: Live) -> str:
@@ -343,7 +284,8 @@ class World:
             return failure
         assert isinstance(twin, KVCache)
         model = live.model.fork()
-        other = Live(self.created, twin, model, live.losses)
+        other = Live(self.created, twin, model)
+        other.forked = True
         other.doubt = live.doubt
         self.created += 1
         self.live.append(other)
@@ -464,7 +406,7 @@ class World:
             call()
         except PageDataLostError:
             assert live is not None
-            assert self.losses() > live.losses
+            assert self.faulted
             live.lost = True
         except errors:
             pass
@@ -475,13 +417,14 @@ class World:
 
     # --- faults
 
-    def fault(self, call: str, nth: int, effect: str) -> str:
+    def fault(self, call: str, nth: int, times: int, effect: str) -> str:
         assert self.setup.faults
         if effect == "hang":
-            self.gates.append(self.driver.hang(call, nth))
+            self.gates.append(self.driver.hang(call, nth, times))
         else:
-            self.driver.fail(call, nth, 1, effect)
+            self.driver.fail(call, nth, times, effect)
         self.armed = True
+        self.faulted = True
         return self.count("fault", f"{effect} {call}")
 
     def heal(self) -> str:
@@ -491,112 +434,6 @@ class World:
         self.gates = []
         self.armed = False
         return self.count("fault", "healed")
-
-    # --- checks
-
-    def positions(self, live: Live) -> tuple[int, ...]:
-        """For the trace: lengths and page indices."""
-        cache = live.cache
-        values = [live.number, cache.capacity, cache.history_length, cache.num_committed_tokens]
-        for number, kind in enumerate(self.setup.kinds):
-            if not kind.recurrent:
-                values.extend(cache.get_aggregated_page_indices(LayerGroupId(number)))
-        return tuple(values)
-
-    def rows(self, live: Live) -> None:
-        """Lengths and page indices are what the model says."""
-        cache, model = live.cache, live.model
-        assert (cache.capacity, cache.history_length) == (model.capacity, model.history)
-        assert (cache.num_committed_tokens, cache.num_blocks, cache.beam_width) == (model.committed, model.blocks, model.width)
-        for number, kind in enumerate(model.kinds):
-            seen: set[int] = set()
-            for beam in range(model.width):
-                if kind.recurrent:
-                    slot = cache.get_ssm_block_base_index(LayerGroupId(number), BeamIndex(beam))
-                    assert (slot != BAD_PAGE_INDEX) == live.active
-                    continue
-                row = list(cache.get_aggregated_page_indices(LayerGroupId(number), BeamIndex(beam)))
-                assert len(row) == model.blocks
-                shared = model.beams[beam].shared
-                for block, slot in enumerate(row):
-                    expected = live.active and block >= shared and model.has_page(number, block)
-                    assert (slot != BAD_PAGE_INDEX) == expected, f"life cycle {number}, beam {beam}, block {block}: {row}"
-                    assert slot == BAD_PAGE_INDEX or slot not in seen, f"a slot twice in {row}"
-                    seen.add(slot)
-                buffer = live.buffers.get((number, beam))
-                if buffer is not None:
-                    assert buffer.tolist() == row + [BAD_PAGE_INDEX] * (len(buffer) - len(row))
-
-    def check(self) -> None:
-        """Every structure, without disturbing anything."""
-        self.manager.check_invariants()
-        self.after()
-
-    def check_bytes(self) -> None:
-        """Let the device come to rest: then every page in the tree holds what its tokens say, on whatever tier it lies, and who
-        computed on wrong bytes is lost."""
-        self.driver.synchronize()
-        self.inside.hierarchy.settle()
-        self.after()
-        self._settle_doubts()
-        scopes = {scope.data: self.library.roots[number] for number, scope in enumerate(self.scopes)}
-        memo: dict[tuple[bytes, tuple[Token, ...]], list[int]] = {}
-        for data, path, block in self.inside.blocks():
-            values = self._values(memo, data, scopes[data], path)
-            if block.unsettled:
-                continue
-            assert values[-1] in self.library.committed, "a block that nobody committed"
-            for number, page in enumerate(block.pages):
-                if page is None or page.transfers > 0:
-                    continue
-                beg = len(path) - block.num_tokens
-                for buffer in self.engine.buffers:
-                    if buffer.group == number:
-                        self._check_page(number, page, buffer, values, beg)
-        self.counts["check", "tree"] += 1
-
-    def _values(
-        self, memo: dict[tuple[bytes, tuple[Token, ...]], list[int]], data: bytes, root: int, path: tuple[Token, ...]
-    ) -> list[int]:
-        beg = (len(path) - 1) // self.setup.size * self.setup.size
-        before = memo.get((data, path[:beg]), [])
-        values = before + chain_all(before[-1] if before else root, path[beg:])
-        memo[data, path] = values
-        return values
-
-    def _check_page(self, number: int, page: Page, buffer: Buffer, values: list[int], beg: int) -> None:
-        size = self.setup.size
-        pool = buffer.pool
-        offset = buffer.offset * WORD
-        words = array("q", self.inside.page_bytes(page, pool, offset, buffer.words * WORD))
-        if self.setup.kinds[number].recurrent:
-            found = [words[0], words[-1]]
-            expected = [values[beg + page.coverage - 1] ^ buffer.salt] * 2
-        else:
-            step = buffer.step(size)
-            found = words[: (page.coverage - 1) * step + 1 : step].tolist()
-            expected = [value ^ buffer.salt for value in values[beg : beg + page.coverage]]
-        assert found == expected, (
-            f"a page of life cycle {number} on level {page.level}, good for {page.coverage} tokens from {beg} on, "
-            f"holds {found} instead of {expected}"
-        )
-
-    def _settle_doubts(self) -> None:
-        for live in self.live:
-            if not live.doubt or live.lost:
-                continue
-            try:
-                if live.active:
-                    live.cache.resize(None)
-                else:
-                    live.cache.prefetch(CacheLevel(len(self.quotas) - 1))
-            except PageDataLostError:
-                live.lost = True
-                self.count("doubt", "lost")
-            assert live.lost, f"wrong bytes, and no page was lost: {live.doubt}"
-        for live in self.closed_in_doubt:
-            assert self.losses() > live.losses, f"wrong bytes, and no page was lost: {live.doubt}"
-        self.closed_in_doubt = []
 
     def finish(self) -> None:
         """Close everything; nothing is left behind."""

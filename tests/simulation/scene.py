@@ -1,0 +1,251 @@
+"""The scene of a simulation: a manager, its device, its engine and the model, and the comparisons between them.
+
+Rule: a comparison never disturbs what it looks at. What a kernel finds is noted when the device runs it, and judged when a call
+has returned: wrong bytes are forgiven only to a request that turns out to be lost.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable
+
+from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, PlannedDropHandle, ReuseScope
+from kv_cache_manager_v2.device.schedule import EmulatedGate
+from kv_cache_manager_v2.errors import CuError, OutOfMemoryError, OutOfPagesError, PageDataLostError
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId
+from kv_cache_manager_v2.storage.page import Page
+from tests.simulation.engine import WORD, Buffer, Engine
+from tests.simulation.inside import Inside
+from tests.simulation.model import Library, Request, Token, chain_all
+from tests.simulation.setups import Setup
+
+
+class Live:
+    """An open request: the public handle, and what the model knows."""
+
+    def __init__(self, number: int, cache: KVCache, model: Request) -> None:
+        self.number = number
+        self.cache = cache
+        self.model = model
+        self.lost = False  # a call has raised PageDataLostError
+        self.forked = False  # made by a fork
+        self.doubt = ""  # a kernel of it found wrong bytes: then it must turn out to be lost
+        self.buffers: dict[tuple[int, int], array[int]] = {}  # page-index buffers attached, by (life cycle, beam)
+
+    @property
+    def active(self) -> bool:
+        return self.model.status == "ACTIVE"
+
+
+class Scene:
+    """Everything that is simulated, and how it is compared; the operations on it are `World`'s."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.now = 0.0  # the manager's clock, seconds
+        self.driver = EmulatedDriver(setup.schedule, setup.seed, setup.timeout_calls)
+        self.manager = KVCacheManager(setup.config, driver=self.driver, clock=self._clock)
+        self.inside = Inside(self.manager, self.driver)
+        self.engine = Engine(self.manager, setup.size)
+        self.streams = [self.driver.create_stream() for _stream in range(setup.num_streams)]
+        self.library = Library(setup.num_scopes)
+        self.scopes = [
+            ReuseScope(None if number == 0 else number, 7 if number == 2 else None) for number in range(setup.num_scopes)
+        ]
+        self.live: list[Live] = []
+        self.plans: list[PlannedDropHandle] = []
+        self.gates: list[EmulatedGate] = []  # of file transfers that hang
+        self.closed_in_doubt: list[Live] = []
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.created = 0
+        self.started: set[int] = set()  # requests that have been ACTIVE
+        self.recent: list[Live] = []  # closed lately: their kernels may still be queued
+        self.armed = False  # faults have been ordered: calls may fail
+        self.faulted = False  # whether any ever was
+        self.trace = 0  # checksum of all that happened
+        movement = self.manager.movement
+        self.quotas = [self.manager.get_quota(CacheLevel(level)) for level in range(len(movement.dropped[0]))]
+
+    def _clock(self) -> float:
+        return self.now
+
+    # --- bookkeeping
+
+    def count(self, operation: str, outcome: str, *details: int) -> str:
+        self.counts[operation, outcome] += 1
+        self.trace = zlib.crc32(f"{operation} {outcome} {details}".encode(), self.trace)
+        return outcome
+
+    def calm(self) -> bool:
+        """Whether nothing can change behind a call's back."""
+        shared = self.inside.shared
+        waiting = shared.abandoned or shared.discarded_plans or shared.provisions
+        return self.inside.hierarchy.transfers_in_flight == 0 and not waiting and not self.armed
+
+    def fingerprint(self, live: Live | None) -> tuple[object, ...]:
+        return (self.inside.fingerprint(), self.face(live) if live is not None else None, self.manager.num_open_caches)
+
+    def face(self, live: Live) -> tuple[object, ...]:
+        """All that the public face shows of a request."""
+        cache = live.cache
+        rows: list[tuple[int, ...]] = []
+        for number, kind in enumerate(self.setup.kinds):
+            for beam in range(cache.beam_width):
+                if kind.recurrent:
+                    rows.append((cache.get_ssm_block_base_index(LayerGroupId(number), BeamIndex(beam)),))
+                else:
+                    rows.append(tuple(cache.get_aggregated_page_indices(LayerGroupId(number), BeamIndex(beam))))
+        lengths = (cache.capacity, cache.history_length, cache.num_committed_tokens, cache.num_blocks, cache.beam_width)
+        return (int(cache.status), lengths, tuple(rows), tuple(cache.committed_tokens))
+
+    def attempt(self, live: Live | None, operation: str, call: Callable[[], object]) -> tuple[str, object]:
+        """Do a call that may meet injected faults: ("", result), or the name of the failure."""
+        try:
+            result = call()
+        except PageDataLostError:
+            assert live is not None
+            assert self.faulted, "a request is lost though no transfer failed"
+            live.lost = True
+            return self.count(operation, "data lost"), None
+        except OutOfPagesError:
+            raise
+        except (CuError, OutOfMemoryError):
+            assert self.armed, "a device failure that nobody ordered"
+            return self.count(operation, "device failure"), None
+        assert live is None or not live.lost or operation == "close", f"{operation} went through though the request is lost"
+        return "", result
+
+    def after(self) -> None:
+        """Look at what kernels found meanwhile."""
+        if self.engine.errors:
+            errors, self.engine.errors = self.engine.errors, []
+            for request, text in errors:
+                assert self.setup.faults, f"wrong bytes: {text}"
+                for live in [*self.live, *self.closed_in_doubt]:
+                    if live.model is request:
+                        live.doubt = text
+                        break
+                else:
+                    self.closed_in_doubt.append(self._ghost(request, text))
+
+    def _ghost(self, request: Request, text: str) -> Live:
+        """A request that was closed before its kernels ran."""
+        for live in self.recent:
+            if live.model is request:
+                live.doubt = text
+                return live
+        raise AssertionError(f"wrong bytes: {text}")
+
+    def launch(self, live: Live, kernel: Callable[[], None]) -> None:
+        self.driver.launch(live.cache.cuda_stream, kernel)
+
+    # --- checks
+
+    def positions(self, live: Live) -> tuple[int, ...]:
+        """For the trace: lengths and page indices."""
+        cache = live.cache
+        values = [live.number, cache.capacity, cache.history_length, cache.num_committed_tokens]
+        for number, kind in enumerate(self.setup.kinds):
+            if not kind.recurrent:
+                values.extend(cache.get_aggregated_page_indices(LayerGroupId(number)))
+        return tuple(values)
+
+    def rows(self, live: Live) -> None:
+        """Lengths and page indices are what the model says."""
+        cache, model = live.cache, live.model
+        assert (cache.capacity, cache.history_length) == (model.capacity, model.history)
+        assert (cache.num_committed_tokens, cache.num_blocks, cache.beam_width) == (model.committed, model.blocks, model.width)
+        for number, kind in enumerate(model.kinds):
+            seen: set[int] = set()
+            for beam in range(model.width):
+                if kind.recurrent:
+                    slot = cache.get_ssm_block_base_index(LayerGroupId(number), BeamIndex(beam))
+                    assert (slot != BAD_PAGE_INDEX) == live.active
+                    continue
+                row = list(cache.get_aggregated_page_indices(LayerGroupId(number), BeamIndex(beam)))
+                assert len(row) == model.blocks
+                shared = model.beams[beam].shared
+                for block, slot in enumerate(row):
+                    expected = live.active and block >= shared and model.has_page(number, block)
+                    assert (slot != BAD_PAGE_INDEX) == expected, f"life cycle {number}, beam {beam}, block {block}: {row}"
+                    assert slot == BAD_PAGE_INDEX or slot not in seen, f"a slot twice in {row}"
+                    seen.add(slot)
+                buffer = live.buffers.get((number, beam))
+                if buffer is not None:
+                    assert buffer.tolist() == row + [BAD_PAGE_INDEX] * (len(buffer) - len(row))
+
+    def check(self) -> None:
+        """Every structure, without disturbing anything."""
+        self.manager.check_invariants()
+        self.after()
+
+    def check_bytes(self) -> None:
+        """Let the device come to rest: then every page in the tree holds what its tokens say, on whatever tier it lies, and who
+        computed on wrong bytes is lost."""
+        for live in self.live:
+            if live.active and not live.lost:
+                self.launch(live, self.engine.check(live.model, live.cache))
+        self.driver.synchronize()
+        self.inside.hierarchy.settle()
+        self.after()
+        self._settle_doubts()
+        scopes = {scope.data: self.library.roots[number] for number, scope in enumerate(self.scopes)}
+        memo: dict[tuple[bytes, tuple[Token, ...]], list[int]] = {}
+        for data, path, block in self.inside.blocks():
+            values = self._values(memo, data, scopes[data], path)
+            if block.unsettled:
+                continue
+            assert values[-1] in self.library.committed, "a block that nobody committed"
+            for number, page in enumerate(block.pages):
+                if page is None or page.transfers > 0:
+                    continue
+                beg = len(path) - block.num_tokens
+                for buffer in self.engine.buffers:
+                    if buffer.group == number:
+                        self._check_page(number, page, buffer, values, beg)
+        self.counts["check", "tree"] += 1
+
+    def _values(
+        self, memo: dict[tuple[bytes, tuple[Token, ...]], list[int]], data: bytes, root: int, path: tuple[Token, ...]
+    ) -> list[int]:
+        beg = (len(path) - 1) // self.setup.size * self.setup.size
+        before = memo.get((data, path[:beg]), [])
+        values = before + chain_all(before[-1] if before else root, path[beg:])
+        memo[data, path] = values
+        return values
+
+    def _check_page(self, number: int, page: Page, buffer: Buffer, values: list[int], beg: int) -> None:
+        size = self.setup.size
+        pool = buffer.pool
+        offset = buffer.offset * WORD
+        words = array("q", self.inside.page_bytes(page, pool, offset, buffer.words * WORD))
+        if self.setup.kinds[number].recurrent:
+            found = [words[0], words[-1]]
+            expected = [values[beg + page.coverage - 1] ^ buffer.salt] * 2
+        else:
+            step = buffer.step(size)
+            found = words[: (page.coverage - 1) * step + 1 : step].tolist()
+            expected = [value ^ buffer.salt for value in values[beg : beg + page.coverage]]
+        assert found == expected, (
+            f"a page of life cycle {number} on level {page.level}, good for {page.coverage} tokens from {beg} on, "
+            f"holds {found} instead of {expected}"
+        )
+
+    def _settle_doubts(self) -> None:
+        for live in self.live:
+            if not live.doubt or live.lost:
+                continue
+            try:
+                if live.active:
+                    live.cache.resize(None)
+                else:
+                    live.cache.prefetch(CacheLevel(len(self.quotas) - 1))
+            except PageDataLostError:
+                live.lost = True
+                self.count("doubt", "lost")
+            assert live.lost, f"wrong bytes, and no page was lost: {live.doubt}"
+        for live in self.closed_in_doubt:  # the loss of a private page that its request gave up before counts nowhere
+            assert self.faulted, f"wrong bytes, and nothing failed: {live.doubt}"
+        self.closed_in_doubt = []
