@@ -76,8 +76,9 @@ draft-stubs: $(ENV)  ## draft the public stubs anew from the sources; then look 
 	$(BIN)/python stubs/draft.py
 
 .PHONY: demo
-demo: $(ENV) $(COMPILED)  ## the example: a small model served from our pages, compared to the bit
+demo: $(ENV) $(COMPILED)  ## the example: two small models served from our pages, compared to the bit
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py
+	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py --model hybrid
 
 .PHONY: bench
 bench: $(ENV) $(PURE) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")

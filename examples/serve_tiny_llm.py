@@ -1,6 +1,9 @@
 """Serves conversations with a small language model whose keys and values live in kv_cache_manager_v2's pages.
 
-    python examples/serve_tiny_llm.py [--seed N] [--schedule eager|threads|random]
+    python examples/serve_tiny_llm.py [--model llama|hybrid] [--seed N] [--schedule eager|threads|random]
+
+`llama` has attention layers, one of them with a sliding window. `hybrid` has recurrent layers, full attention and a window: a
+prefix can be reused where a snapshot of the recurrent state was kept. Every third of its answers begins with a beam search.
 
 There is no GPU: the emulated device runs streams, copies and file transfers as one would. The GPU tier holds a fraction of what the
 conversations need, so prefixes are shared, pages move to host memory and disk and back, and requests are suspended and resumed.
@@ -16,7 +19,7 @@ import time
 from typing import Literal
 
 from tiny_llm.engine import Engine
-from tiny_llm.model import ModelShape, TinyLlama
+from tiny_llm.model import HYBRID_SHAPE, ModelShape, TinyLlama
 from tiny_llm.paged import layer_configs
 from tiny_llm.proof import compare
 from tiny_llm.report import conversation_table, movement_lines
@@ -40,17 +43,27 @@ CHUNK_TOKENS = 64
 MAX_RUNNING = 8
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 5
+BEAM_WIDTH = 3  # of the hybrid model's beam searches
+SHAPES = {"llama": ModelShape(), "hybrid": HYBRID_SHAPE}
 TIER_NAMES = {CacheTier.GPU_MEM: "GPU", CacheTier.HOST_MEM: "host", CacheTier.DISK: "disk"}
 
 
 def make_config(shape: ModelShape, disk_path: str) -> KVCacheManagerConfig:
     """Three tiers: a GPU for about four of the conversations, a smaller host tier, and a disk for the rest."""
+    unit = MIB if shape.recurrent else 2 * MIB  # the hybrid model needs half the memory
     return KVCacheManagerConfig(
         TOKENS_PER_BLOCK,
-        [GpuCacheTierConfig(4 * MIB), HostCacheTierConfig(2 * MIB), DiskCacheTierConfig(16 * MIB, disk_path)],
+        [GpuCacheTierConfig(2 * unit), HostCacheTierConfig(unit), DiskCacheTierConfig(8 * unit, disk_path)],
         layer_configs(shape, TOKENS_PER_BLOCK),
         typical_step=BatchDesc([KVCacheDesc(512, 480)] * 4),
+        commit_min_snapshot=bool(shape.recurrent),
     )
+
+
+def make_engine(model: TinyLlama, manager: KVCacheManager, driver: EmulatedDriver, max_running: int = MAX_RUNNING) -> Engine:
+    """Commits token by token, or where snapshots are worth their slots: at the ends of chunks."""
+    commit_every = CHUNK_TOKENS if model.shape.recurrent else 1
+    return Engine(model, manager, driver, max_running=max_running, chunk_tokens=CHUNK_TOKENS, commit_every=commit_every)
 
 
 def main() -> int:
@@ -58,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Serve conversations with a small model from managed pages, and check every logit."
     )
+    parser.add_argument("--model", choices=list(SHAPES), default="llama", help="what is served (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the weights, the conversations and the random schedule"
     )
@@ -67,17 +81,20 @@ def main() -> int:
     options = parser.parse_args()
     schedule: Literal["eager", "threads", "random"] = options.schedule
     started = time.perf_counter()
-    shape = ModelShape()
+    shape = SHAPES[options.model]
     model = TinyLlama(shape, options.seed)
     driver = EmulatedDriver(schedule, options.seed)
     with tempfile.TemporaryDirectory() as disk_path:
         manager = KVCacheManager(make_config(shape, disk_path), driver=driver)
-        engine = Engine(model, manager, driver, max_running=MAX_RUNNING, chunk_tokens=CHUNK_TOKENS)
-        engine.serve(make_workload(options.seed, NUM_CONVERSATIONS, NUM_TURNS))
+        engine = make_engine(model, manager, driver)
+        engine.serve(make_workload(options.seed, NUM_CONVERSATIONS, NUM_TURNS, BEAM_WIDTH if shape.recurrent else 1))
         served = time.perf_counter()
         tiers = [TIER_NAMES[config.tier] for config in manager.cache_tier_list]
         print(conversation_table(engine.stats, tiers))
         print(movement_lines(manager, tiers))
+        if engine.beam_searches:
+            pages = f"{engine.beam_pages_copied:,} pages and states copied between beams"
+            print(f"beam search: {engine.beam_searches} answers begun with {BEAM_WIDTH} beams, {pages}")
         engine.close()
         manager.shutdown()
         driver.close()

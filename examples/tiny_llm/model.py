@@ -1,10 +1,12 @@
 """A Llama-style decoder in numpy: grouped-query attention, rotary positions, RMSNorm, SwiGLU, float32, seeded random weights.
+Some layers may be a gated linear recurrence in place of attention: what they know of the past is one matrix per head.
 
 Rule: a token's result does not depend, to the bit, on what else is computed in the same call. Every row goes through matrix
-products of one shape of its own (a stack of 1 x n products), and attends to exactly the keys that it may see. So prefill may be
-chunked and decode batched in any way, and two runs agree exactly if and only if their keys and values do.
+products of one shape of its own (a stack of 1 x n products), and attends to exactly the keys that it may see; a recurrence takes
+one token after the other. So prefill may be chunked and decode batched in any way, and two runs agree exactly if and only if their
+keys, values and states do.
 
-The model sees keys and values only through a `KVView`: it says "store these" and "give me those".
+The model sees keys, values and states only through a `KVView`: it says "store these" and "give me those".
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
+MEMORY_BIAS = np.float32(3)  # a state keeps about 95 % when a token is added: a token is felt for a hundred more
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model. `windows[layer]` is the number of tokens that a layer's query sees, itself included; None is all."""
+    """Sizes of the model. `windows[layer]` is the number of tokens that a layer's query sees, itself included; None is all.
+
+    `recurrent` names the layers that are recurrences; they have no window.
+    """
 
     vocabulary: int = 256  # tokens are the bytes of UTF-8 text
     width: int = 128
@@ -31,6 +37,7 @@ class ModelShape:
     head_size: int = 16
     hidden: int = 256
     windows: tuple[int | None, ...] = (None, None, 64, None, None)
+    recurrent: frozenset[int] = frozenset()
     rope_base: float = 10_000.0
     max_tokens: int = 4096  # longest sequence
 
@@ -38,9 +45,18 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of a recurrent layer's state: a matrix of keys by values for each head."""
+        return self.kv_heads, self.head_size, self.head_size
+
+
+# recurrences, full attention and a window; with 16 tokens a block all three kinds have pages of one size and share them
+HYBRID_SHAPE = ModelShape(kv_heads=4, windows=(None, None, None, 64), recurrent=frozenset((0, 2)))
+
 
 class KVView(ABC):
-    """One sequence's keys and values, however they are kept. Arrays are (tokens, kv_heads, head_size)."""
+    """One sequence's keys, values and states, however they are kept. Arrays are (tokens, kv_heads, head_size)."""
 
     @abstractmethod
     def store(self, layer: int, beg: int, keys: FloatArray, values: FloatArray) -> None:
@@ -49,6 +65,14 @@ class KVView(ABC):
     @abstractmethod
     def load(self, layer: int, beg: int, end: int) -> tuple[FloatArray, FloatArray]:
         """Keys and values of tokens [beg, end), contiguous."""
+
+    @abstractmethod
+    def store_state(self, layer: int, state: FloatArray) -> None:
+        """Keep a recurrent layer's state in place of the one before."""
+
+    @abstractmethod
+    def load_state(self, layer: int) -> FloatArray:
+        """A recurrent layer's state behind the last token that was computed; not asked for before the first."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,7 @@ class LayerWeights:
     gate: FloatArray
     up: FloatArray
     down: FloatArray
+    memory: FloatArray | None  # of a recurrence: how much of each head's state stays when a token is added
 
 
 class TinyLlama:
@@ -102,8 +127,9 @@ class TinyLlama:
                 gate=weights(shape.width, shape.hidden),
                 up=weights(shape.width, shape.hidden),
                 down=weights(shape.hidden, shape.width),
+                memory=weights(shape.width, shape.kv_heads) if layer in shape.recurrent else None,
             )
-            for _layer in range(shape.num_layers)
+            for layer in range(shape.num_layers)
         ]
         self._final_norm = norm()
         self._head = weights(shape.width, shape.vocabulary)
@@ -116,7 +142,7 @@ class TinyLlama:
     def forward(self, chunks: Sequence[Chunk]) -> list[FloatArray]:
         """Logits of every token of every chunk: one (tokens, vocabulary) array a chunk.
 
-        All chunks go through the layers together; only attention looks at one sequence at a time.
+        All chunks go through the layers together; only attention and recurrences look at one sequence at a time.
         """
         shape = self.shape
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
@@ -126,13 +152,19 @@ class TinyLlama:
         stream = self._embedding[tokens]
         for number, layer in enumerate(self._layers):
             normed = rms_norm(stream, layer.attention_norm)
-            queries = rotate(rows_times(normed, layer.query).reshape(-1, shape.query_heads, shape.head_size), cos, sin)
-            keys = rotate(rows_times(normed, layer.key).reshape(-1, shape.kv_heads, shape.head_size), cos, sin)
+            queries = rows_times(normed, layer.query).reshape(-1, shape.query_heads, shape.head_size)
+            keys = rows_times(normed, layer.key).reshape(-1, shape.kv_heads, shape.head_size)
             values = rows_times(normed, layer.value).reshape(-1, shape.kv_heads, shape.head_size)
             attended = np.empty_like(queries)
-            for chunk, (beg, end) in zip(chunks, pairwise(bounds), strict=True):
-                chunk.view.store(number, chunk.beg, keys[beg:end], values[beg:end])
-                self._attend(number, chunk, queries[beg:end], attended[beg:end])
+            if layer.memory is None:
+                queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
+                for chunk, (beg, end) in zip(chunks, pairwise(bounds), strict=True):
+                    chunk.view.store(number, chunk.beg, keys[beg:end], values[beg:end])
+                    self._attend(number, chunk, queries[beg:end], attended[beg:end])
+            else:
+                kept = 1 / (1 + np.exp(-rows_times(normed, layer.memory) - MEMORY_BIAS))
+                for chunk, (beg, end) in zip(chunks, pairwise(bounds), strict=True):
+                    self._recur(number, chunk, (queries[beg:end], keys[beg:end], values[beg:end], kept[beg:end]), attended[beg:end])
             stream = stream + rows_times(attended.reshape(len(tokens), -1), layer.output)
             normed = rms_norm(stream, layer.mlp_norm)
             gate = rows_times(normed, layer.gate)
@@ -159,6 +191,20 @@ class TinyLlama:
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
             scores /= scores.sum(axis=-1, keepdims=True)
             out[row] = (scores @ values[:, lo:hi]).reshape(shape.query_heads, shape.head_size)
+
+    def _recur(
+        self, layer: int, chunk: Chunk, inputs: tuple[FloatArray, FloatArray, FloatArray, FloatArray], out: FloatArray
+    ) -> None:
+        """One chunk through a recurrence: state = kept * state + key (x) value, and a query reads the state that has its token."""
+        shape = self.shape
+        queries, keys, values, kept = inputs
+        state = np.zeros(shape.state_shape, dtype=np.float32) if chunk.beg == 0 else chunk.view.load_state(layer)
+        grouped = queries.reshape(-1, shape.kv_heads, shape.query_heads // shape.kv_heads, shape.head_size)
+        grouped = grouped * np.float32(shape.head_size**-0.5)
+        for row in range(len(chunk.tokens)):
+            state = kept[row, :, None, None] * state + keys[row, :, :, None] * values[row, :, None, :]
+            out[row] = (grouped[row] @ state).reshape(shape.query_heads, shape.head_size)
+        chunk.view.store_state(layer, state)
 
 
 def rows_times(rows: FloatArray, weights: FloatArray) -> FloatArray:

@@ -38,10 +38,11 @@ class Conversation:
     number: int
     messages: list[list[int]]  # tokens, one list a turn
     answer_lengths: list[int]  # tokens to generate, one a turn
+    beam_widths: list[int]  # hypotheses that a beam search follows, one a turn; 1: no search
 
 
-def make_workload(seed: int, num_conversations: int, num_turns: int) -> list[Conversation]:
-    """Conversations that share the system prompts evenly."""
+def make_workload(seed: int, num_conversations: int, num_turns: int, beam_width: int = 1) -> list[Conversation]:
+    """Conversations that share the system prompts evenly; every third turn is answered with `beam_width` beams."""
     chooser = random.Random(seed)
     conversations = []
     for number in range(num_conversations):
@@ -51,5 +52,6 @@ def make_workload(seed: int, num_conversations: int, num_turns: int) -> list[Con
             text = f"{system}\nUser {number}: {chooser.choice(OPENINGS)}{chooser.choice(QUESTIONS)}\nAnswer: "
             messages.append(list(text.encode()))
         lengths = [chooser.randint(16, 48) for _turn in range(num_turns)]
-        conversations.append(Conversation(number, messages, lengths))
+        widths = [beam_width if (number + turn) % 3 == 0 else 1 for turn in range(num_turns)]
+        conversations.append(Conversation(number, messages, lengths, widths))
     return conversations
