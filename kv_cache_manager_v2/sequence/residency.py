@@ -163,8 +163,8 @@ def resume(state: SequenceState) -> bool:
     need = scratch.missing(state, spans)
     _add_slots_to_start(state, need)
     shortage = hierarchy.acquire(need, pages)
-    if shortage is not None and shortage.permanent and _may_claim_tail(state):
-        shortage = _claim_tail(state, need, pages)
+    if shortage is not None and shortage.permanent:
+        shortage = _claim(state, need, pages, shortage)
     if shortage is not None:
         state.last_shortage = shortage
         return False
@@ -186,35 +186,50 @@ def resume(state: SequenceState) -> bool:
     return True
 
 
-def _may_claim_tail(state: SequenceState) -> bool:
-    """Whether the partly matched last block is cached for nobody but us."""
-    if not state.borrowed_tail:
-        return False
+def _claim(state: SequenceState, need: list[int], pages: list[Page], shortage: Shortage) -> Shortage | None:
+    """Take what the first resume would copy, the partly matched last block and the snapshot, out of the tree instead, where it is
+    cached for nobody but us: there is no room for both source and copy, and never will be. On a Shortage nothing has changed."""
+    claimed: list[Page] = []
+    tail = state.borrowed_tail and _tail_is_ours(state)
+    if tail:
+        for lane in state.lanes:
+            source = lane.pages[-1]
+            if source is not None:
+                claimed.append(source)
+    recurrence = state.recurrence
+    snapshot = recurrence.page if recurrence is not None and recurrence.borrowed else None
+    if snapshot is not None and _only_ours(snapshot):
+        claimed.append(snapshot)
+    else:
+        snapshot = None
+    if not claimed:
+        return shortage
+    less = list(need)
+    for page in claimed:
+        less[page.pool_group] -= 1
+    still = state.shared.hierarchy.acquire(less, pages)
+    if still is not None:
+        return still
+    for page in claimed:
+        state.shared.tree.drop_page(page)
+    if tail:
+        state.borrowed_tail = False
+    if recurrence is not None and snapshot is not None:
+        recurrence.borrowed = False
+    return None
+
+
+def _tail_is_ours(state: SequenceState) -> bool:
     for lane in state.lanes:
         source = lane.pages[-1]
-        if source is not None and (source.holds > 1 or source.locks > 0):
+        if source is not None and not _only_ours(source):
             return False
     return True
 
 
-def _claim_tail(state: SequenceState, need: list[int], pages: list[Page]) -> Shortage | None:
-    """Take the partly matched last block out of the tree instead of copying it: there is no room for both, and never will be.
-
-    On a Shortage nothing has changed.
-    """
-    less = list(need)
-    for lane in state.lanes:
-        if lane.pages[-1] is not None:
-            less[lane.pool_group] -= 1
-    shortage = state.shared.hierarchy.acquire(less, pages)
-    if shortage is not None:
-        return shortage
-    for lane in state.lanes:
-        source = lane.pages[-1]
-        if source is not None:
-            state.shared.tree.drop_page(source)
-    state.borrowed_tail = False
-    return None
+def _only_ours(page: Page) -> bool:
+    """Whether a page that we hold is needed by no other request."""
+    return page.holds == 1 and page.locks == 0
 
 
 def _closed_gate(shared: Shared) -> Shortage | None:
