@@ -272,3 +272,20 @@ def test_a_model_of_states_only() -> None:
         assert [rig.reused(toks(0, length)) for length in (2, 3, 5, 8, 9, 12)] == [0, 3, 3, 8, 9, 9]
         again = rig.start(toks(0, 12))
         again.check()
+
+
+def test_a_hit_runs_where_one_state_is_all_there_is() -> None:
+    """No room for both the snapshot and the live state, and never will be: the request takes the snapshot itself, out of the
+    tree."""
+    with Rig(hybrid(1, 8, host_slots=8)) as rig:
+        rig.seed(toks(0, 8))
+        request = rig.request(toks(0, 8))
+        assert len(request.tokens) == 8
+        assert request.resume(), request.cache.last_shortage
+        request.check()
+        assert request.advance(toks(8, 11))
+        request.check()
+        request.close()
+        again = rig.start(toks(0, 11))
+        assert len(again.tokens) == 11
+        again.check()

@@ -27,7 +27,7 @@ from kv_cache_manager_v2.device.arenas import HostArena
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
 from kv_cache_manager_v2.storage.copying import PIECE_BYTES
 from tests.manager import inside
-from tests.manager.helpers import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, model, slot_size, small, toks
+from tests.manager.helpers import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, slot_size, small, toks
 
 NUM_PIECES = DEFAULT_RING_BYTES // PIECE_BYTES
 
@@ -150,6 +150,60 @@ def test_case_083_a_slot_is_handed_on_after_its_last_user(end: str) -> None:
         gate.open()
         assert passed == [1]
         consumer.check()
+
+
+def test_case_083_a_private_copy_waits_for_its_slots_last_user() -> None:
+    """The copy of a partly matched block goes into a slot that a gated producer still writes to: the copy comes after."""
+    with Rig(small(4)) as rig:
+        rig.seed(toks(0, 6))
+        gate = rig.driver.gate(rig.stream)
+        producer = rig.start()
+        assert producer.cache.resize(8)
+        producer.write(toks(100, 108))
+        producer.cache.stop_committing()
+        producer.close()
+        consumer = rig.start(toks(0, 6), stream=rig.new_stream())
+        assert len(consumer.tokens) == 6
+        gate.open()
+        consumer.check()
+        assert consumer.advance(toks(50, 53))
+        consumer.check()
+
+
+def test_case_083_a_snapshot_waits_for_its_slots_last_user() -> None:
+    """A snapshot goes into a slot that a gated producer's state still writes to: the snapshot comes after."""
+    with Rig(hybrid(2, 8)) as rig:
+        gate = rig.driver.gate(rig.stream)
+        producer = rig.start()
+        assert producer.cache.resize(4)
+        producer.write(toks(100, 104))
+        producer.cache.stop_committing()
+        producer.close()
+        consumer = rig.start(stream=rig.new_stream())
+        assert consumer.advance(toks(0, 6))
+        gate.open()
+        consumer.close()
+        again = rig.start(toks(0, 6))
+        assert len(again.tokens) == 6
+        again.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_case_080_a_snapshot_is_taken_before_the_state_goes_on(seed: int) -> None:
+    """One state on the GPU: the snapshot goes to the host, on a stream of the manager's, while the engine already writes the
+    next state."""
+    with Rig(hybrid(1, 8, host_slots=8), "random", seed) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 4))
+        assert request.advance(toks(4, 6))
+        assert request.advance(toks(6, 11))
+        request.check()
+        request.close()
+        for length in (4, 11):
+            again = rig.start(toks(0, length))
+            assert len(again.tokens) == length
+            again.check()
+            again.close()
 
 
 def test_case_083_a_new_stream_waits_for_the_old_one() -> None:
