@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Final
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -95,7 +96,12 @@ class KVCacheManager(ManagerViews):
     def __enter__(self) -> KVCacheManager:
         return self
 
-    def __exit__(self, *details: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Shut down; after an exception with whatever is open closed first, so that the exception is the one that is seen."""
+        if kind is not None:
+            with self._shared.lock:
+                for state in list(self._shared.open.values()):
+                    residency.close(state)
         self.shutdown()
 
     def __del__(self) -> None:

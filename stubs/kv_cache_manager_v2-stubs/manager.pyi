@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Final
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -24,7 +25,7 @@ class KVCacheManager(ManagerViews):
         clock: Callable[[], float] = ...,
     ) -> None: ...
     def __enter__(self) -> KVCacheManager: ...
-    def __exit__(self, *details: object) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
     def create_kv_cache(
         self,
         reuse_scope: ReuseScope | None = None,

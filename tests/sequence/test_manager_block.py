@@ -1,0 +1,30 @@
+"""A manager as a context manager."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, LogicError
+from tests.manager.helpers import small
+
+
+def test_an_exception_inside_the_block_is_the_one_that_is_seen() -> None:
+    """Caches left open by it are closed, the memory is given back, and nothing hides the cause."""
+    driver = EmulatedDriver()
+    kept: list[KVCache] = []
+    with pytest.raises(ZeroDivisionError), KVCacheManager(small(4), driver=driver) as manager:
+        kept.append(manager.create_kv_cache())
+        _ = 1 // len(kept[:0])
+    assert kept[0].status is KVCache.Status.CLOSED
+    driver.close()  # raises if anything leaked
+
+
+def test_a_block_that_ends_with_open_caches_says_so() -> None:
+    """Without an exception, forgetting to close is a mistake like in `shutdown()`: refused, and nothing changed."""
+    driver = EmulatedDriver()
+    manager = KVCacheManager(small(4), driver=driver)
+    with pytest.raises(LogicError, match="1 KV cache"), manager:
+        cache = manager.create_kv_cache()
+    cache.close()
+    manager.shutdown()
+    driver.close()
