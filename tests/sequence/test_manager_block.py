@@ -12,9 +12,14 @@ def test_an_exception_inside_the_block_is_the_one_that_is_seen() -> None:
     """Caches left open by it are closed, the memory is given back, and nothing hides the cause."""
     driver = EmulatedDriver()
     kept: list[KVCache] = []
-    with pytest.raises(ZeroDivisionError), KVCacheManager(small(4), driver=driver) as manager:
-        kept.append(manager.create_kv_cache())
-        _ = 1 // len(kept[:0])
+
+    def body() -> None:
+        with KVCacheManager(small(4), driver=driver) as manager:
+            kept.append(manager.create_kv_cache())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        body()
     assert kept[0].status is KVCache.Status.CLOSED
     driver.close()  # raises if anything leaked
 
