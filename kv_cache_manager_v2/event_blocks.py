@@ -1,4 +1,4 @@
-"""What the event stream has said of a block.
+"""Notes of what happened to blocks, and what the event stream has said of each.
 
 Rule: a record lives as long as its block, or as a note of it that nobody has taken in. It is made at the first note, with those of
 the blocks before it, and names its block even when that has left the tree.
@@ -13,7 +13,7 @@ from mypy_extensions import mypyc_attr
 from kv_cache_manager_v2.event_hashes import HashedBlock
 from kv_cache_manager_v2.event_records import MmKey
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.tokens import has_digest, unpack
+from kv_cache_manager_v2.reuse.tokens import unpack
 from kv_cache_manager_v2.reuse.tree import Block, RootBlock
 
 # What is known of a block in one layer group is a state of 16 bits: announced, cache level (7 bits), priority (8 bits).
@@ -23,13 +23,24 @@ _ANNOUNCED: Final = 1 << 15
 _LEVEL_SHIFT: Final = 8
 _PRIORITY_MASK: Final = (1 << _LEVEL_SHIFT) - 1
 
+STORED: Final = 0
+PAGE_REMOVED: Final = 1
+BLOCK_REMOVED: Final = 2
+MOVED: Final = 3
+
+# A note is one number beside its block: kind (2 bits), cache level (8 bits), priority (8 bits), and above them the layer group.
+_NOTE_LEVEL: Final = 2
+_NOTE_PRIORITY: Final = 10
+_NOTE_GROUP: Final = 18
+_BYTE: Final = 255
+
 
 @mypyc_attr(acyclic=True)
 class EventBlock(HashedBlock):
     """One block, or a scope's root."""
 
-    def __init__(self, parent: EventBlock | None, tokens: bytes, scope: ReuseScope) -> None:
-        super().__init__(parent, tokens, scope)
+    def __init__(self, parent: EventBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
+        super().__init__(parent, tokens, num_tokens, scope)
         self.groups = 0  # states by layer group, GROUP_BITS each; 0 where the block is not announced
         self.item: bytes | None = None  # digest of the multimodal item that the block's end belongs to ...
         self.item_known = parent is None  # ... once looked for
@@ -46,6 +57,28 @@ class EventBlock(HashedBlock):
         parent = self.parent
         assert isinstance(parent, EventBlock), "a block's record was cut off before the stream was done with it"
         return parent
+
+
+@mypyc_attr(acyclic=True)
+class Note:
+    """One thing that happened to a block; as small as can be, since it is made where it happens."""
+
+    def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
+        self.record = record
+        self.block = block
+        self._code = kind | level << _NOTE_LEVEL | priority << _NOTE_PRIORITY | group << _NOTE_GROUP
+
+    def kind(self) -> int:
+        return self._code & 3
+
+    def level(self) -> int:
+        return self._code >> _NOTE_LEVEL & _BYTE
+
+    def priority(self) -> int:
+        return self._code >> _NOTE_PRIORITY & _BYTE
+
+    def group(self) -> int:
+        return self._code >> _NOTE_GROUP
 
 
 def pack_state(level: int, priority: int) -> int:
@@ -75,12 +108,12 @@ def event_block(block: Block) -> EventBlock:
         state = node.event_state
     if state is None:
         assert isinstance(node, RootBlock), "a page was stored in a block that has left the tree"
-        state = node.event_state = EventBlock(None, b"", node.scope)
+        state = node.event_state = EventBlock(None, b"", 0, node.scope)
     assert isinstance(state, EventBlock)
     record = state
     while missing:
         node = missing.pop()
-        record = EventBlock(record, node.tokens, record.scope)
+        record = EventBlock(record, node.tokens, node.num_tokens, record.scope)
         node.event_state = record
     return record
 
@@ -92,7 +125,7 @@ def mm_keys_of(record: EventBlock, offset: int) -> list[MmKey]:
     """
     item = _item_at_end(record.before())
     keys: list[MmKey] = []
-    if item is None and not has_digest(record.tokens):
+    if item is None and record.is_text:
         return keys
     running = False
     for token in unpack(record.tokens):
@@ -119,7 +152,7 @@ def _item_at_end(record: EventBlock) -> bytes | None:
     item = node.item
     while missing:
         node = missing.pop()
-        if has_digest(node.tokens):
+        if not node.is_text:
             for token in unpack(node.tokens):
                 if isinstance(token, bytes):
                     item = token

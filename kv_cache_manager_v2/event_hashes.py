@@ -13,16 +13,17 @@ so that a block which has left the tree can still be named.
 from __future__ import annotations
 
 import logging
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.event_records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope, make_block_keys
-from kv_cache_manager_v2.reuse.tokens import has_digest, pack, unpack
+from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack
 
 _log: Final = logging.getLogger(__name__)
 
@@ -43,13 +44,16 @@ class HashedBlock:
     Whoever drops records must not leave a long chain of them to be freed through its last link: see `KVCacheEventManager`.
     """
 
-    def __init__(self, parent: HashedBlock | None, tokens: bytes, scope: ReuseScope) -> None:
+    def __init__(self, parent: HashedBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
         self.parent = parent  # None for a root, and once the block has left the tree and the stream has said so
         self.tokens = tokens  # packed
+        self.is_text = len(tokens) == TOKEN_BYTES * num_tokens  # no digests
         self.scope = scope
-        self.is_root = parent is None
         self.key: bytes | None = None  # chained key, once computed
         self.v1 = 0 if parent is None else _UNKNOWN
+
+    def is_root(self) -> bool:
+        return not self.tokens
 
 
 class BlockHashes(ABC):
@@ -79,7 +83,7 @@ class BlockHashes(ABC):
             missing.append(node)
             parent = node.parent
             if parent is None:
-                assert node.is_root, "a block's record was cut off before it was hashed"
+                assert node.is_root(), "a block's record was cut off before it was hashed"
                 key = node.key = self.keys.root_key(node.scope)
                 missing.pop()
             else:
@@ -87,7 +91,10 @@ class BlockHashes(ABC):
                 key = node.key
         while missing:
             node = missing.pop()
-            key = node.key = self.keys.block_key(key, node.tokens)
+            if node.is_text:
+                key = node.key = self.keys.digest(key + node.tokens)  # as `block_key`, without looking for digests
+            else:
+                key = node.key = self.keys.block_key(key, node.tokens)
         return key
 
 
@@ -132,11 +139,10 @@ class _OldHashes(BlockHashes):
         while missing:
             parent = node
             node = missing.pop()
-            if parent.v1 == _UNNAMEABLE or has_digest(node.tokens):
+            if parent.v1 == _UNNAMEABLE or not node.is_text:
                 node.v1 = _UNNAMEABLE
             else:
-                ids = [token for token in unpack(node.tokens) if isinstance(token, int)]
-                node.v1 = _v1(ids, parent.v1, node.scope.lora_id, node.scope.salt if parent.is_root else None)
+                node.v1 = _v1(_ids(node.tokens), parent.v1, node.scope.lora_id, node.scope.salt if parent.is_root() else None)
 
 
 def make_block_hashes(algorithm: str) -> BlockHashes:
@@ -165,24 +171,35 @@ def v1_block_hash(
 
     Raises ConfigError for tokens that are no ids.
     """
-    ids = [token for token in unpack(pack(list(tokens), True).data) if isinstance(token, int)]
-    return _v1(ids, 0 if parent_hash is None else parent_hash, lora_id, salt if parent_hash is None else None)
+    ids = _ids(pack(list(tokens), True).data)
+    if parent_hash is None:
+        return _v1(ids, 0, lora_id, salt)
+    return _v1(ids, parent_hash, lora_id, None)
+
+
+def _ids(data: bytes) -> list[int]:
+    """Packed ids, unpacked."""
+    return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}I", data))
 
 
 def _v1(ids: list[int], parent: int, lora_id: int | None, salt: int | None) -> int:
     seed = len(ids) ^ (parent * 0xBF58476D1CE4E5B9 & _MASK_64)
     if salt is not None:
         seed = _mix_64(salt, seed)
-    high, low = seed >> 32, seed & _MASK_32  # halves: products and sums of them stay small integers, which are fast
-    for token in ids:
+    # in halves, whose products and sums stay below 2**63: signed machine words hold them, and nothing depends on overflow
+    high: i64 = seed >> 32
+    low: i64 = seed & _MASK_32
+    value: i64
+    for word in ids:
+        token: i64 = word
         value = ((token >> 16) ^ token) * 0x45D9F3B & _MASK_32
         value = ((value >> 16) ^ value) * 0x45D9F3B & _MASK_32
         value = ((value >> 16) ^ value) + _GOLDEN & _MASK_32
-        sum_low = value + ((low << 6) & _MASK_32) + ((low >> 2) | ((high & 3) << 30))
-        sum_high = (((high << 6) | (low >> 26)) & _MASK_32) + (high >> 2) + (sum_low >> 32)
+        sum_low: i64 = value + ((low << 6) & _MASK_32) + ((low >> 2) | ((high & 3) << 30))
+        sum_high: i64 = (((high << 6) | (low >> 26)) & _MASK_32) + (high >> 2) + (sum_low >> 32)
         low ^= sum_low & _MASK_32
         high ^= sum_high & _MASK_32
-    seed = high << 32 | low
+    seed = int(high) << 32 | int(low)
     if lora_id is not None:
         seed = _mix_64(lora_id, seed)
     return seed

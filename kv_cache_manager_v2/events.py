@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from mypy_extensions import mypyc_attr
-
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.event_blocks import (
+    BLOCK_REMOVED,
     GROUP_BITS,
     GROUP_MASK,
+    MOVED,
+    PAGE_REMOVED,
+    STORED,
     EventBlock,
+    Note,
     event_block,
     level_in,
     mm_keys_of,
@@ -52,26 +55,8 @@ EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]
 
 MAX_NOTES: Final = 1 << 18  # beyond so many the notes are taken in where they arise: an engine that never flushes costs no more
 
-_STORED: Final = 0
-_PAGE_REMOVED: Final = 1
-_BLOCK_REMOVED: Final = 2
-_MOVED: Final = 3
-
 _NO_GROUP: Final = -1
 _SNAPSHOT_ID: Final = -1
-
-
-@mypyc_attr(acyclic=True)
-class _Note:
-    """One call of the listener."""
-
-    def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
-        self.kind = kind
-        self.record = record
-        self.block = block
-        self.group = group
-        self.level = level
-        self.priority = priority
 
 
 class _StoredRun:
@@ -104,7 +89,7 @@ class KVCacheEventManager(CacheListener):
         window_size_by_layer_group: Mapping[int, int] | None = None,
         mm_token_id_offset: int | None = None,
     ) -> None:
-        self._notes: list[_Note] = []  # written under the cache manager's lock
+        self._notes: list[Note] = []  # written under the cache manager's lock
         if mm_token_id_offset is not None and mm_token_id_offset < 0:
             raise ConfigError(f"mm_token_id_offset is {mm_token_id_offset}: it must be at least 0")
         self._max = max_kv_event_entries
@@ -159,30 +144,30 @@ class KVCacheEventManager(CacheListener):
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
         if covers_block and self._enabled:
             assert isinstance(block, Block)
-            self._note(_Note(_STORED, event_block(block), block, life_cycle, level, priority))
+            self._note(Note(STORED, event_block(block), block, life_cycle, level, priority))
 
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
         assert isinstance(block, Block)
         record = block.event_state
         if record is not None:
             assert isinstance(record, EventBlock)
-            self._note(_Note(_PAGE_REMOVED, record, block, life_cycle, 0, 0))
+            self._note(Note(PAGE_REMOVED, record, block, life_cycle, 0, 0))
 
     def block_removed(self, block: CachedBlock) -> None:
         assert isinstance(block, Block)
         record = block.event_state
         if record is not None:
             assert isinstance(record, EventBlock)
-            self._note(_Note(_BLOCK_REMOVED, record, block, _NO_GROUP, 0, 0))
+            self._note(Note(BLOCK_REMOVED, record, block, 0, 0, 0))
 
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
         assert isinstance(block, Block)
         record = block.event_state
         if record is not None:
             assert isinstance(record, EventBlock)
-            self._note(_Note(_MOVED, record, block, life_cycle, destination, 0))
+            self._note(Note(MOVED, record, block, life_cycle, destination, 0))
 
-    def _note(self, note: _Note) -> None:
+    def _note(self, note: Note) -> None:
         notes = self._notes
         notes.append(note)
         if len(notes) >= MAX_NOTES:
@@ -357,16 +342,17 @@ class KVCacheEventManager(CacheListener):
             record = note.record
             if index == 0:
                 shared_keys = self._hashes.needs_keys and type(note.block.tree.keys) is type(self._hashes.keys)
-            if note.kind == _STORED:
+            kind = note.kind()
+            if kind == STORED:
                 if shared_keys and record.key is None:
                     record.key = note.block.key
-                self._announce(record, note.group, note.level, note.priority)
+                self._announce(record, note.group(), note.level(), note.priority())
                 if shared_keys and note.block.key is None:
                     note.block.key = record.key
-            elif note.kind == _MOVED:
-                self._move(record, note.group, note.level)
-            elif note.kind == _PAGE_REMOVED:
-                self._retract(record, note.group)
+            elif kind == MOVED:
+                self._move(record, note.group(), note.level())
+            elif kind == PAGE_REMOVED:
+                self._retract(record, note.group())
             else:
                 self._retract_all(record)
                 record.parent = None  # nothing of the block will be told any more
@@ -475,7 +461,7 @@ class KVCacheEventManager(CacheListener):
     def _parent_hash(self, record: EventBlock) -> BlockHash | None:
         parent = record.parent
         assert parent is not None, "a block's record was cut off before it was announced"
-        return None if parent.is_root else self._hashes.hash_of(parent)
+        return None if parent.is_root() else self._hashes.hash_of(parent)
 
     def _stored_block(self, record: EventBlock, state: int) -> KVCacheStoredBlockData:
         mm_keys: list[MmKey] | tuple[MmKey, ...] = ()

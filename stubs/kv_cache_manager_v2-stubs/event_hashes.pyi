@@ -11,12 +11,13 @@ HASH_ALGORITHMS: Final = ("v1_block_key", "v2_sha256", "v2_sha256_64", "v2_blake
 class HashedBlock:
     parent: HashedBlock | None
     tokens: bytes
+    is_text: bool
     scope: ReuseScope
-    is_root: bool
     key: bytes | None
     v1: int
 
-    def __init__(self, parent: HashedBlock | None, tokens: bytes, scope: ReuseScope) -> None: ...
+    def __init__(self, parent: HashedBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None: ...
+    def is_root(self) -> bool: ...
 
 class BlockHashes(ABC):
     algorithm: str
