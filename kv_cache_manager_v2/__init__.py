@@ -88,6 +88,7 @@ from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2.reuse.misses import MissCause, MissReport
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import CacheStatus
@@ -157,6 +158,9 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
+    # why a prompt was not reused further
+    "MissCause",
+    "MissReport",
     # events
     "CacheListener",
     "EventMirror",

@@ -310,6 +310,7 @@ class KVCacheManagerConfig:
     rebalance_moving_average_decay: float = 0.9999  # weight of the past in the averages of lengths
     block_key_hash: str = "blake3"  # hash of the block keys that the outside sees: "blake3" or "sha256"
     strict_quota: bool = False  # a quota below its minimum is an error instead of being raised
+    miss_history: int = 0  # drops that are remembered, for `explain_miss`; each costs the key of what is dropped
 
     def __post_init__(self) -> None:
         self.validate()
@@ -337,6 +338,7 @@ class KVCacheManagerConfig:
         if not 0.0 < max_util <= 1.0:
             raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
         _check_whole(self, "reuse_match_backoff", 0)
+        _check_whole(self, "miss_history", 0)
         for batch in self.constraints:
             batch.validate()
         if self.typical_step is not None:

@@ -34,6 +34,7 @@ from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
+from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence import residency
@@ -81,9 +82,11 @@ class KVCacheManager(ManagerViews):
                 device.close()
             raise
         self._event_manager = event_manager
+        self._history = MissHistory(config.miss_history, event_manager) if config.miss_history > 0 else None
+        listener = event_manager if self._history is None else self._history
         self._timeline = timeline
         self._tree = RadixTree(
-            layout.life_cycles, layout.tokens_per_block, hierarchy, event_manager, make_block_keys(config.block_key_hash)
+            layout.life_cycles, layout.tokens_per_block, hierarchy, listener, make_block_keys(config.block_key_hash)
         )
         self._tuner = Tuner(layout, config, sizings, clock)
         debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
@@ -180,6 +183,17 @@ class KVCacheManager(ManagerViews):
         with self._shared.lock:
             self._require_up("probe_reuse_by_keys()")
             return match_keys(self._tree, scope, list(block_keys), self._config.reuse_match_backoff).num_tokens
+
+    def explain_miss(self, reuse_scope: ReuseScope | None, tokens: object) -> MissReport:
+        """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
+        `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
+        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        packed = pack_unchecked(tokens, self._config.text_only)
+        config = self._config
+        tiers = [tier_config.tier for tier_config in config.cache_tiers]
+        with self._shared.lock:
+            self._require_up("explain_miss()")
+            return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
     def clear_reusable_blocks(self) -> None:
         """Forget every cached block. Raises LogicError, nothing changed, while a cache is open."""

@@ -27,6 +27,8 @@ from kv_cache_manager_v2.storage.page import Page, PageKeeper
 BLOCK_NEW: Final = 0  # the block was added
 BLOCK_EXISTS: Final = 1  # an identical block was there: it is returned
 BLOCK_COVERED: Final = 2  # a longer sibling begins with these tokens: it is returned, nothing was added
+LOSS_NONE: Final = -2  # in `RadixTree.loss_level`: what goes is not a loss
+LOSS_CLEARED: Final = -1
 
 
 @mypyc_attr(acyclic=True)
@@ -119,6 +121,9 @@ class RadixTree:
         self.listener = listener
         self.keys = keys
         self.num_blocks = 0  # roots not counted
+        self.clock = 0  # logical time: blocks that ever entered the tree
+        self.loss_life_cycle = -1  # while a listener is told of what went: the page that was lost ...
+        self.loss_level = LOSS_NONE  # ... and where it lay
         self.num_superseded = 0  # partial blocks that a longer one has replaced, since construction
         self.no_pages: tuple[Page | None, ...] = (None,) * len(life_cycles)  # shared by all blocks without a page
         self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
@@ -215,6 +220,7 @@ class RadixTree:
         if not self.has_attention:
             block.reach = num_tokens  # no page is needed for any of them
         self.num_blocks += 1
+        self.clock += 1
         if self._index is not None:
             self._index[block.block_key()] = block
         return block
@@ -223,6 +229,7 @@ class RadixTree:
         """The old block's tokens begin the new one's: it leaves, its pages move over."""
         self.num_superseded += 1
         assert old.children is None, "a block that another one continues is partial, so it has no children"
+        self.loss_level = LOSS_NONE
         self._tell_removed(old)
         pages = old.pages
         self._let_go(old)
@@ -245,10 +252,12 @@ class RadixTree:
         assert block.pins > 0, "unpin without pin"
         block.pins -= 1
         if block.attached:
+            self.loss_level = LOSS_NONE
             self._prune(block)
 
     def clear(self) -> None:
         """Drop every block and every root, pinned or not; O(blocks)."""
+        self.loss_level = LOSS_CLEARED
         for root in list(self._roots.values()):
             self._drop_subtree(root)
         self._roots.clear()
@@ -284,6 +293,8 @@ class RadixTree:
         block.pages = _with_page(block.pages, page.life_cycle, None)
         if not block.attached:
             return
+        self.loss_life_cycle = page.life_cycle
+        self.loss_level = page.level
         if self.life_cycles[page.life_cycle].loss_ends_path(block.ordinal):
             self.remove(block)
             return

@@ -111,6 +111,7 @@ class KVCacheManagerConfig:
     rebalance_moving_average_decay: float = 0.9999
     block_key_hash: str = "blake3"
     strict_quota: bool = False
+    miss_history: int = 0
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...
