@@ -87,6 +87,8 @@ from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDes
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.page_matching import TransferPlan, match_page_tables
+from kv_cache_manager_v2.page_table import KVCachePageTable, page_table_of
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.misses import MissCause, MissReport
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
@@ -146,6 +148,11 @@ __all__ = [
     "exact_div",
     "explain_sizing",
     "typed_range",
+    # page tables
+    "KVCachePageTable",
+    "TransferPlan",
+    "match_page_tables",
+    "page_table_of",
     # tokens and keys
     "MmItemContext",
     "gen_multimodal_cache_key_tokens",

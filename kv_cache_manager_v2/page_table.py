@@ -1,0 +1,435 @@
+"""Page tables: what a peer must know to read or write a request's pages by itself, for disaggregated serving.
+
+Rule: a table is built from the public descriptors alone (`pool_group_descs`, the configuration), holds numbers only, and means the
+same in another process. Blocks of a request are named by slot ids; a byte's address is
+
+    base_address of the pool + slot_bytes * slot id + offset of the buffer in the slot
+
+Which bytes of one table belong to which of another is decided once (`page_matching.match_page_tables`), not for every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.config import SsmLayerConfig
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import LayerGroupId, LayerId
+from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.layout.pools import PoolDesc, PoolGroupDesc, SlotDescVariant
+from kv_cache_manager_v2.manager import KVCacheManager
+
+FORMAT: Final = 1  # of the dictionaries
+
+INDEXED: Final = "INDEXED"  # a view that lists its buffers
+FLAT: Final = "FLAT"  # a view that lists none: its layers lie one after the other, in the group's order, all of the same size
+
+TOKENS_FIRST: Final = "NHD"  # order of a page's axes: tokens, heads, head dimension
+HEADS_FIRST: Final = "HND"  # heads, tokens, head dimension
+
+
+class BufferEntry(NamedTuple):
+    """One buffer of one layer in the slots of a pool."""
+
+    local_layer_id: int
+    role: str
+    offset: int  # bytes from the start of the slot, in its pool
+    size: int  # bytes, all repetitions
+    repetitions: int  # blocks of the buffer's own in one block of the manager
+
+
+class LocalLayer(NamedTuple):
+    """A layer of this rank, and which layer of the whole model it is."""
+
+    local_id: int
+    global_id: int  # unique over all ranks
+    kv_heads: int  # on this rank; 0: nothing is known of heads, so its pages cannot be split
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class PhysicalPool:
+    """Memory of one pool on the GPU."""
+
+    base_address: int  # of slot 0
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class PhysicalPoolGroup:
+    """Pools in which a slot id names the same slot."""
+
+    pools: tuple[PhysicalPool, ...]
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class PoolView:
+    """How a layer group divides the slots of one pool."""
+
+    pool_idx: int  # in the pool group
+    entries: tuple[BufferEntry, ...]  # by offset; empty if FLAT
+    pool_role: frozenset[str]  # roles of its buffers: what a peer's views are matched by
+    mapper_kind: str = INDEXED
+
+    @property
+    def layer_order(self) -> list[int]:
+        """Local ids of the layers, by their smallest offset; empty if FLAT."""
+        first: dict[int, int] = {}
+        for entry in self.entries:
+            first[entry.local_layer_id] = min(entry.offset, first.get(entry.local_layer_id, entry.offset))
+        return [layer for _offset, layer in sorted([(offset, layer) for layer, offset in first.items()])]
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share their page indices."""
+
+    pool_group_idx: int  # position in the table's pool groups
+    recurrent: bool  # one live state a request, instead of a page a block
+    sliding_window_size: int | None  # tokens; None: full attention, or recurrent
+    head_order: str  # TOKENS_FIRST or HEADS_FIRST
+    local_layers: tuple[LocalLayer, ...]
+    pool_views: tuple[PoolView, ...]
+
+    @property
+    def kv_head_num_per_rank(self) -> int:
+        """Of its first layer."""
+        return self.local_layers[0].kv_heads
+
+
+class MemoryRegion(NamedTuple):
+    """Memory that a transfer library has to register."""
+
+    name: str
+    address: int
+    nbytes: int
+
+
+class SlotRegion(NamedTuple):
+    """A slot in one pool."""
+
+    address: int
+    nbytes: int
+
+
+class StateSection(NamedTuple):
+    """One buffer of one recurrent layer."""
+
+    global_layer_id: int
+    role: str
+    address: int  # in slot 0
+    stride: int  # bytes from slot to slot
+    nbytes: int
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class KVCachePageTable:
+    """Everything about a rank's pages on its GPU. Valid until the manager's GPU level is resized."""
+
+    tokens_per_block: int
+    layer_groups: tuple[LayerGroup, ...]  # by layer group id
+    pool_groups: tuple[PhysicalPoolGroup, ...]
+    tensor_rank: int = 0  # which of `tensor_size` equal parts of the heads this rank has
+    tensor_size: int = 1
+
+    # --- extraction
+
+    def pool(self, layer_group: int, view: PoolView) -> PhysicalPool:
+        """The memory that a view of a layer group divides."""
+        return self.pool_groups[self.layer_groups[layer_group].pool_group_idx].pools[view.pool_idx]
+
+    def slot_regions(self, layer_group: int, slot_ids: Sequence[int]) -> list[SlotRegion]:
+        """The whole slots of a request's blocks, pool by pool; absent ones (negative ids: out of the window) are left out.
+
+        Raises ConfigError (a ValueError) for a slot that the pools do not have. O(slots x pools).
+        """
+        group = self.layer_groups[layer_group]
+        pools = self.pool_groups[group.pool_group_idx].pools
+        valid = [slot for slot in slot_ids if slot >= 0]
+        self.check_slots(layer_group, valid)
+        return [
+            SlotRegion(pools[view.pool_idx].base_address + pools[view.pool_idx].slot_bytes * slot, pools[view.pool_idx].slot_bytes)
+            for view in group.pool_views
+            for slot in valid
+        ]
+
+    def check_slots(self, layer_group: int, slot_ids: Sequence[int]) -> None:
+        """Raise ConfigError if a slot is beyond the end of the layer group's pools."""
+        for pool in self.pool_groups[self.layer_groups[layer_group].pool_group_idx].pools:
+            for slot in slot_ids:
+                if slot >= pool.num_slots:
+                    raise ConfigError(f"slot {slot} of layer group {layer_group}: its pools have {pool.num_slots} slots")
+
+    def memory_regions(self) -> list[MemoryRegion]:
+        """What to register before transfers, each range once: kv_cache_memory_pool0, ..."""
+        regions: list[MemoryRegion] = []
+        seen: set[tuple[int, int]] = set()
+        for group in self.pool_groups:
+            for pool in group.pools:
+                key = (pool.base_address, pool.nbytes)
+                if key not in seen:
+                    seen.add(key)
+                    regions.append(MemoryRegion(f"kv_cache_memory_pool{len(regions)}", pool.base_address, pool.nbytes))
+        return regions
+
+    def state_sections(self, layer_group: int) -> list[StateSection]:
+        """Where the state of each recurrent layer lies, buffer by buffer. Raises ConfigError for a layer group of attention."""
+        group = self.layer_groups[layer_group]
+        if not group.recurrent:
+            raise ConfigError(f"layer group {layer_group} is not recurrent")
+        global_of = {layer.local_id: layer.global_id for layer in group.local_layers}
+        sections: list[StateSection] = []
+        for view in group.pool_views:
+            pool = self.pool(layer_group, view)
+            for entry in view.entries:
+                address = pool.base_address + entry.offset
+                sections.append(StateSection(global_of[entry.local_layer_id], entry.role, address, pool.slot_bytes, entry.size))
+        return sections
+
+    def request_slots(self, cache: KVCache) -> list[list[int]]:
+        """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot."""
+        slots: list[list[int]] = []
+        for index, group in enumerate(self.layer_groups):
+            if group.recurrent:
+                slots.append([cache.get_ssm_block_base_index(LayerGroupId(index))])
+            else:
+                slots.append(list(cache.get_aggregated_page_indices(LayerGroupId(index))))
+        return slots
+
+    # --- dictionaries
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain lists, strings and ints, good for JSON or msgpack; `from_dict` undoes it."""
+        return {
+            "format": FORMAT,
+            "tokens_per_block": self.tokens_per_block,
+            "tensor_rank": self.tensor_rank,
+            "tensor_size": self.tensor_size,
+            "layer_groups": [_group_to_dict(group) for group in self.layer_groups],
+            "pool_groups": [
+                [[pool.base_address, pool.slot_bytes, pool.num_slots] for pool in group.pools] for group in self.pool_groups
+            ],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, object]) -> KVCachePageTable:
+        """The table of a dictionary. Raises ConfigError for one that is not of this format."""
+        try:
+            if data["format"] != FORMAT:
+                raise ConfigError(f"page table of format {data['format']}: this version reads format {FORMAT}")
+            groups = [
+                PhysicalPoolGroup(tuple([PhysicalPool(*_numbers(pool, 3)) for pool in _items(group)]))
+                for group in _items(data["pool_groups"])
+            ]
+            return KVCachePageTable(
+                _number(data["tokens_per_block"]),
+                tuple([_group_from_dict(group) for group in _items(data["layer_groups"])]),
+                tuple(groups),
+                _number(data["tensor_rank"]),
+                _number(data["tensor_size"]),
+            )
+        except KeyError as error:
+            raise ConfigError(f"page table without {error}") from error
+        except (TypeError, IndexError) as error:
+            raise ConfigError(f"malformed page table: {error}") from error
+
+
+def _group_to_dict(group: LayerGroup) -> dict[str, object]:
+    return {
+        "pool_group_idx": group.pool_group_idx,
+        "recurrent": group.recurrent,
+        "sliding_window_size": group.sliding_window_size,
+        "head_order": group.head_order,
+        "local_layers": [list(layer) for layer in group.local_layers],
+        "pool_views": [
+            {
+                "pool_idx": view.pool_idx,
+                "entries": [list(entry) for entry in view.entries],
+                "pool_role": sorted(view.pool_role),
+                "mapper_kind": view.mapper_kind,
+            }
+            for view in group.pool_views
+        ],
+    }
+
+
+def _group_from_dict(data: object) -> LayerGroup:
+    fields = _mapping(data)
+    window = fields["sliding_window_size"]
+    views: list[PoolView] = []
+    for item in _items(fields["pool_views"]):
+        view = _mapping(item)
+        entries: list[BufferEntry] = []
+        for entry in _items(view["entries"]):
+            layer, role, offset, size, repetitions = _items(entry)
+            entries.append(BufferEntry(_number(layer), _text(role), _number(offset), _number(size), _number(repetitions)))
+        roles = frozenset([_text(role) for role in _items(view["pool_role"])])
+        views.append(PoolView(_number(view["pool_idx"]), tuple(entries), roles, _text(view["mapper_kind"])))
+    return LayerGroup(
+        _number(fields["pool_group_idx"]),
+        fields["recurrent"] is True,
+        None if window is None else _number(window),
+        _text(fields["head_order"]),
+        tuple([LocalLayer(*_numbers(layer, 3)) for layer in _items(fields["local_layers"])]),
+        tuple(views),
+    )
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is no dictionary")
+    return value
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{value!r} is no list")
+    return list(value)
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _numbers(value: object, count: int) -> list[int]:
+    items = _items(value)
+    if len(items) != count:
+        raise TypeError(f"{value!r} has {len(items)} items, not {count}")
+    return [_number(item) for item in items]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+# --- building
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class LayerInfo:
+    """What the descriptors do not say about a layer."""
+
+    global_id: int  # of the layer in the whole model
+    kv_heads: int = 0  # on this rank; 0: unknown, its pages cannot be split between ranks
+    window: int | None = None  # tokens
+    recurrent: bool = False
+    repetitions: Mapping[str, int] = field(default_factory=dict)  # by role, where a buffer has blocks of its own; else 1
+
+
+def build_page_table(
+    descs: Sequence[PoolGroupDesc],
+    tokens_per_block: int,
+    layers: Mapping[LayerId, LayerInfo],
+    tensor_rank: int = 0,
+    tensor_size: int = 1,
+    head_order: str = TOKENS_FIRST,
+) -> KVCachePageTable:
+    """The page table of a rank, from the descriptors of its pool groups.
+
+    Raises ConfigError (a ValueError) for a layer without information, two layers with one global id, a layer group that no
+    descriptor names, a tensor rank out of range, or an unknown order of heads.
+    """
+    if not 0 <= tensor_rank < tensor_size:
+        raise ConfigError(f"tensor_rank {tensor_rank} is out of range: tensor_size is {tensor_size}")
+    if head_order not in (TOKENS_FIRST, HEADS_FIRST):
+        raise ConfigError(f"head_order {head_order!r} is unknown: it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
+    by_id: dict[int, LayerGroup] = {}
+    for position, desc in enumerate(descs):
+        for variant in desc.slot_desc.variants:
+            by_id[variant.layer_group_id] = _build_group(position, desc.pools, variant, layers, head_order)
+    missing = [index for index in range(len(by_id)) if index not in by_id]
+    if len(by_id) == 0 or missing:
+        raise ConfigError(f"no descriptor names layer group {missing[0] if missing else 0}; they name {sorted(by_id)}")
+    groups = tuple([by_id[index] for index in range(len(by_id))])
+    owner: dict[int, int] = {}
+    for group in groups:
+        for layer in group.local_layers:
+            if layer.global_id in owner:
+                raise ConfigError(f"layers {owner[layer.global_id]} and {layer.local_id} both have the global id {layer.global_id}")
+            owner[layer.global_id] = layer.local_id
+    pools = [
+        PhysicalPoolGroup(tuple([PhysicalPool(pool.base_address, pool.slot_bytes, desc.num_slots) for pool in desc.pools]))
+        for desc in descs
+    ]
+    return KVCachePageTable(tokens_per_block, groups, tuple(pools), tensor_rank, tensor_size)
+
+
+def _build_group(
+    position: int, pools: Sequence[PoolDesc], variant: SlotDescVariant, layers: Mapping[LayerId, LayerInfo], head_order: str
+) -> LayerGroup:
+    local: dict[LayerId, LayerInfo] = {}
+    views: list[PoolView] = []
+    for pool, coalesced in zip(pools, variant.coalesced_buffers, strict=True):
+        entries: list[BufferEntry] = []
+        offset = 0
+        for layer, role in coalesced.buffer_ids:
+            info = layers.get(layer)
+            if info is None:
+                raise ConfigError(f"nothing is said about layer {layer}; `layers` has {sorted(layers)}")
+            local[layer] = info
+            size = coalesced.single_buffer_size
+            entries.append(BufferEntry(layer, role, offset, size, info.repetitions.get(role, 1)))
+            offset += size
+        views.append(PoolView(pool.pool_index, tuple(entries), frozenset([entry.role for entry in entries])))
+    first = local[min(local)]
+    return LayerGroup(
+        position,
+        first.recurrent,
+        first.window,
+        head_order,
+        tuple([LocalLayer(layer, local[layer].global_id, local[layer].kv_heads) for layer in sorted(local)]),
+        tuple(views),
+    )
+
+
+def page_table_of(
+    manager: KVCacheManager,
+    kv_heads: int | Mapping[LayerId, int] = 0,
+    global_ids: Mapping[LayerId, int] | None = None,
+    tensor_rank: int = 0,
+    tensor_size: int = 1,
+    head_order: str = TOKENS_FIRST,
+) -> KVCachePageTable:
+    """The page table of a manager. `kv_heads`: heads on this rank, of all attention layers or by layer; 0: unknown.
+
+    `global_ids`: which layer of the whole model each one is; by default its own id. Raises as `build_page_table`.
+    """
+    config = manager.init_config
+    layers: dict[LayerId, LayerInfo] = {}
+    for layer in config.layers:
+        recurrent = isinstance(layer, SsmLayerConfig)
+        heads = kv_heads if isinstance(kv_heads, int) else kv_heads.get(layer.layer_id, 0)
+        number = layer.layer_id if global_ids is None else global_ids.get(layer.layer_id)
+        if number is None:
+            raise ConfigError(f"global_ids says nothing about layer {layer.layer_id}")
+        repetitions = {str(buffer.role): buffer.expansion(config.tokens_per_block) for buffer in layer.buffers}
+        layers[layer.layer_id] = LayerInfo(number, 0 if recurrent else heads, layer.window_size, recurrent, repetitions)
+    return build_page_table(manager.pool_group_descs, config.tokens_per_block, layers, tensor_rank, tensor_size, head_order)
+
+
+def virtual_layer_id(model_layer: int, attention_type: int, num_attention_types: int) -> int:
+    """A global id for models in which one layer has several kinds of attention, each a layer of the manager.
+
+    `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.
+    """
+    if not 0 <= attention_type < num_attention_types:
+        raise ConfigError(f"attention_type {attention_type} is out of range: there are {num_attention_types}")
+    return model_layer * num_attention_types + attention_type
