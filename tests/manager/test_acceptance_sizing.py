@@ -189,21 +189,22 @@ def test_a_declared_batch_runs_at_exactly_its_bytes(system_prompt: int, max_util
 
 
 def run_batch(rig: Rig, count: int, length: int, system_prompt: int) -> None:
+    """So many requests of this length that share the prompt, all of it, also where it ends inside a block."""
     prompt = toks(0, system_prompt)
-    shared = system_prompt // 32 * 32
     if prompt:
         rig.seed(prompt)
     requests: list[Request] = []
     for number in range(count):
-        request = rig.request(prompt[:shared] + toks(10_000 * (number + 1), 10_000 * (number + 1) + length - shared))
-        assert len(request.tokens) == shared
+        base = 10_000 * (number + 1)
+        request = rig.request(prompt + toks(base, base + length - system_prompt))
+        assert len(request.tokens) == system_prompt
         assert request.resume(), request.cache.last_shortage
         requests.append(request)
     for request in requests:
         assert request.cache.resize(length), request.cache.last_shortage
     for number, request in enumerate(requests):
         base = 10_000 * (number + 1)
-        request.write(toks(base, base + length - shared))
+        request.write(toks(base, base + length - system_prompt))
         request.cache.history_length = length
         request.check()
         request.close()
