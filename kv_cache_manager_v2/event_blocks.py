@@ -118,8 +118,9 @@ def event_block(block: Block) -> EventBlock:
     return record
 
 
-def mm_keys_of(record: EventBlock, offset: int) -> list[MmKey]:
-    """Where multimodal items lie in a block: for each run of an item's positions the item's digest and the first position.
+def mm_keys_of(record: EventBlock, offset: int, uuids: dict[bytes, str]) -> list[MmKey]:
+    """Where multimodal items lie in a block: for each run of an item's positions the item's digest, the first position, and the
+    item's uuid if it has one.
 
     Ids above `offset` count positions of the latest digest before them, in this block or before it. O(tokens).
     """
@@ -131,15 +132,20 @@ def mm_keys_of(record: EventBlock, offset: int) -> list[MmKey]:
     for token in unpack(record.tokens):
         if isinstance(token, bytes):
             item = token
-            keys.append((token, 0))
+            keys.append(_mm_key(token, 0, uuids))
             running = True
         elif item is not None and token > offset:
             if not running:
-                keys.append((item, token - offset))
+                keys.append(_mm_key(item, token - offset, uuids))
             running = True
         else:
             running = False
     return keys
+
+
+def _mm_key(digest: bytes, position: int, uuids: dict[bytes, str]) -> MmKey:
+    uuid = uuids.get(digest)
+    return (digest, position) if uuid is None else (digest, position, uuid)
 
 
 def _item_at_end(record: EventBlock) -> bytes | None:

@@ -54,6 +54,7 @@ from kv_cache_manager_v2.reuse.tree import Block
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
 
 MAX_NOTES: Final = 1 << 18  # beyond so many the notes are taken in where they arise: an engine that never flushes costs no more
+MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
 _NO_GROUP: Final = -1
 _SNAPSHOT_ID: Final = -1
@@ -100,6 +101,7 @@ class KVCacheEventManager(CacheListener):
         self._rank = attention_dp_rank
         self._gather = attention_dp_gather
         self._mm_offset = mm_token_id_offset
+        self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; as notes, written under the cache manager's lock
         # guarded by `_work`
         self._work: Final = threading.Lock()
         self._next_id = 0
@@ -166,6 +168,15 @@ class KVCacheEventManager(CacheListener):
         if record is not None:
             assert isinstance(record, EventBlock)
             self._note(Note(MOVED, record, block, life_cycle, destination, 0))
+
+    def item_named(self, digest: bytes, uuid: str) -> None:
+        """An item has one uuid, the latest; those of the latest `MAX_UUIDS` items are kept."""
+        if self._enabled and self._mm_offset is not None:
+            uuids = self._uuids
+            uuids.pop(digest, None)
+            uuids[digest] = uuid
+            if len(uuids) > MAX_UUIDS:
+                del uuids[next(iter(uuids))]
 
     def _note(self, note: Note) -> None:
         notes = self._notes
@@ -466,7 +477,7 @@ class KVCacheEventManager(CacheListener):
     def _stored_block(self, record: EventBlock, state: int) -> KVCacheStoredBlockData:
         mm_keys: list[MmKey] | tuple[MmKey, ...] = ()
         if self._mm_offset is not None:
-            mm_keys = mm_keys_of(record, self._mm_offset)
+            mm_keys = mm_keys_of(record, self._mm_offset, self._uuids)
         name = self._hashes.hash_of(record)
         return KVCacheStoredBlockData(name, record.tokens, level_in(state), priority_in(state), mm_keys)
 

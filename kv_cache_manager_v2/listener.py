@@ -53,3 +53,6 @@ class CacheListener(ABC):
     @abstractmethod
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
         """A page of an attached block changed its cache level; moves within a level are not told."""
+
+    def item_named(self, digest: bytes, uuid: str) -> None:  # noqa: B027 (most listeners do not care)
+        """Tokens of a multimodal item that the front end calls `uuid` are about to be committed."""

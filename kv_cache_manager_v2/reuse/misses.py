@@ -123,6 +123,10 @@ class MissHistory(CacheListener):
         if self._behind is not None:
             self._behind.page_moved(block, life_cycle, source, destination)
 
+    def item_named(self, digest: bytes, uuid: str) -> None:
+        if self._behind is not None:
+            self._behind.item_named(digest, uuid)
+
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
         self._note(block, life_cycle)
         if self._behind is not None:

@@ -53,6 +53,7 @@ class TokenSequence:
         self.num_tokens = num_tokens
         self.digests = digests  # positions of the digests, ascending; empty for text
         self.checked = checked  # whether every id is known to be in range; `check_range` finds out
+        self.uuids: dict[bytes, str] | None = None  # the front end's ids of multimodal items, by digest, if it gave any
 
     def byte_offset(self, position: int) -> int:
         """Where the token at a position begins in `data`; O(log digests), O(1) for text."""
@@ -213,6 +214,7 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
     """Pack a list that holds digests, or something wrong: the runs of ids between the digests in one call each."""
     parts: list[bytes] = []
     digests: list[int] = []
+    uuids: dict[bytes, str] | None = None
     beg = 0
     for position in range(len(items)):
         item = items[position]
@@ -228,8 +230,14 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
         parts.append(digest)
         digests.append(position)
         beg = position + 1
+        if isinstance(item, MmItemContext) and item.uuid is not None:
+            if uuids is None:
+                uuids = {}
+            uuids[digest] = item.uuid
     parts.append(_pack_run(items, beg, len(items)))
-    return TokenSequence(b"".join(parts), len(items), digests, True)
+    sequence = TokenSequence(b"".join(parts), len(items), digests, True)
+    sequence.uuids = uuids
+    return sequence
 
 
 def _digest_of(item: object, position: int) -> bytes | None:

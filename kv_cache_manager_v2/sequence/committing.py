@@ -64,6 +64,10 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
     size = state.tokens_per_block
     after = state.committed + tokens.num_tokens
     history = max(state.history, after)
+    listener = state.shared.tree.listener
+    if tokens.uuids is not None and listener is not None:
+        for digest, uuid in tokens.uuids.items():
+            listener.item_named(digest, uuid)
     first = len(state.block_tokens)
     full = after // size
     if full > first or history >= state.next_stale:

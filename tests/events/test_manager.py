@@ -14,13 +14,15 @@ from kv_cache_manager_v2 import (
     KVCacheEvent,
     KVCacheEventManager,
     ReuseScope,
+    gen_multimodal_cache_key_tokens,
     v1_block_hash,
 )
 from kv_cache_manager_v2.event_records import BlockHash
+from kv_cache_manager_v2.events import MAX_UUIDS
 from tests.events.helpers import brief, events_of, mirror_contents, stored, stored_tokens, tree_contents
-from tests.events.test_blocks import chain
+from tests.events.test_blocks import A, chain
 from tests.manager.helpers import GPU, MIB, Rig, attention, model, small, toks
-from tests.reuse.helpers import Token
+from tests.reuse.helpers import FULL, Cache, Token, digest
 
 
 def names_in(events: list[KVCacheEvent], kind: str, group: int | None) -> list[BlockHash]:
@@ -100,6 +102,37 @@ def test_partial_tails_are_announced_as_they_are() -> None:
         assert [stored_tokens(event) for event in events_of(events)] == [[toks(0, 4), toks(4, 6)]]
         rig.extend(toks(0, 8))
         assert brief(events_of(events)) == [("removed", 0, [chain(toks(0, 6), 4)[1]]), ("stored", 0, [chain(toks(0, 8), 4)[1]])]
+
+
+def test_uuids_of_items_reach_the_keys() -> None:
+    """The front end's own name of an item, however long, stands beside its digest; it survives removal and re-adding."""
+    events = KVCacheEventManager(100, mm_token_id_offset=1000)
+    with Rig(small(8), events=events, engine=False) as rig:
+        uuid = "item-" * 205
+        tokens = gen_multimodal_cache_key_tokens(1000, A, 6, 0, uuid)
+        for named in (True, False):
+            cache = rig.create()
+            assert cache.resume(rig.stream)
+            assert cache.resize(8)
+            cache.commit([5, *tokens] if named else [5, A, *tokens[1:]])
+            cache.commit([6])
+            cache.close()
+            blocks = [block for event in events_of(events) if brief([event])[0][0] == "stored" for block in stored(event).blocks]
+            assert [block.mm_keys for block in blocks] == [[(A, 0, uuid)], [(A, 3, uuid)]]
+            assert [block.tokens[1].token_id for block in blocks] == [A.hex(), 1004]
+            rig.manager.clear_reusable_blocks()
+        assert events_of(events)
+
+
+def test_uuids_are_bounded() -> None:
+    """Items are forgotten, the oldest first, beyond a maximum; without an offset none is kept."""
+    events = KVCacheEventManager(10, mm_token_id_offset=1000)
+    for number in range(MAX_UUIDS + 1):
+        events.item_named(digest(number), "x")
+    cache = Cache(2, FULL, listener=events)
+    cache.store([digest(0), digest(1)])
+    [block] = stored(events_of(events)[0]).blocks
+    assert block.mm_keys == [(digest(0), 0), (digest(1), 0, "x")]
 
 
 def test_clear_removes_exactly_what_was_stored() -> None:

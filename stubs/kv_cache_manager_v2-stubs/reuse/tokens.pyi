@@ -17,6 +17,7 @@ class TokenSequence:
     num_tokens: int
     digests: list[int]
     checked: bool
+    uuids: dict[bytes, str] | None
 
     def __init__(self, data: bytes, num_tokens: int, digests: list[int], checked: bool) -> None: ...
     def byte_offset(self, position: int) -> int: ...
