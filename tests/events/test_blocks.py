@@ -231,6 +231,21 @@ class TestMoves:
         relocate(y, 0, 1)
         assert brief(events_of(manager)) == [("removed", 0, chain([1, 2], 2)), ("updated", 0, (chain([3, 4], 2)[0], 0, 1))]
 
+    def test_every_event_has_its_groups_window(self) -> None:
+        """Windows 8 and 16: separate stored events with levels 1 and 0; moves and removals carry the window of their group."""
+        manager = KVCacheEventManager(100, window_size_by_layer_group={0: 8, 1: 16})
+        cache = Cache(2, window(8), window(16), listener=manager)
+        block = block_at(cache, None, [1, 2])
+        cache.tree.install(block, cache.keeper.new_page(0, 1), 2)
+        cache.give(block, 1, 2)
+        relocate(block, 0, 0)
+        cache.lose(block, 1)
+        cache.lose(block, 0)
+        events = events_of(manager)
+        assert [(event.layer_group_id, event.window_size) for event in events] == [(0, 8), (1, 16), (0, 8), (1, 16), (0, 8)]
+        assert [stored(event).blocks[0].cache_level for event in events[:2]] == [1, 0]
+        assert [event.event_id for event in events] == [0, 1, 2, 3, 4]
+
     def test_level_and_priority_are_those_of_the_page(self) -> None:
         """Stored says where the page lies and what its priority is."""
         manager, cache = make(2, FULL)
@@ -286,6 +301,19 @@ class TestMultimodal:
         cache.give(path[1], 0, 2)
         events = [event for event in events_of(manager) if brief([event])[0][0] == "stored"]
         assert [block.mm_keys for event in events for block in stored(event).blocks] == [[(A, 2)]]
+
+    def test_uuids_stay_with_their_item(self) -> None:
+        """A uuid of a kilobyte stands in every key of its item, also after one group went and came back."""
+        manager, cache = make(2, window(8), window(8), offset=1000)
+        uuid = "u" * 1024
+        manager.item_named(A, uuid)
+        path = cache.store([A, 1001, 1002, B])
+        assert mm_keys(manager) == [[(A, 0, uuid)], [(A, 2, uuid), (B, 0)]] * 2
+        cache.lose(path[1], 0)
+        cache.give(path[1], 0, 2)
+        removed, added = events_of(manager)
+        assert stored(added).blocks[0].mm_keys == [(A, 2, uuid), (B, 0)]
+        assert brief([removed])[0][:2] == ("removed", 0)
 
     def test_without_offset_the_token_is_shown(self) -> None:
         """No offset, no keys: a digest is a token, in hexadecimal."""

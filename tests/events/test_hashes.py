@@ -8,6 +8,7 @@ import pytest
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.event_hashes import short_hash, v1_block_hash
+from kv_cache_manager_v2.event_records import serialize_events
 from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
@@ -76,6 +77,41 @@ def test_v1_of_long_blocks_and_large_numbers() -> None:
         expected = reference_v1(ids, parent, lora, salt)
         assert v1_block_hash(ids, parent or None, lora, salt) == expected
         parent = expected
+
+
+def test_v1_payload_of_two_blocks() -> None:
+    """Eight tokens in blocks of four: the stored event of the older manager, field by field, two blocks in one event."""
+    manager = KVCacheEventManager(10, window_size=64, hash_algo="v1_block_key")
+    cache = Cache(4, FULL, listener=manager)
+    cache.store(toks(0, 8))
+    first = reference_v1([0, 1, 2, 3], 0, None, None)
+    hashes = [first, reference_v1([4, 5, 6, 7], first, None, None)]
+    blocks = [
+        {
+            "type": "stored_block",
+            "block_hash": hashes[number],
+            "tokens": [{"type": "unique_token", "token_id": 4 * number + place, "token_extra_id": 0} for place in range(4)],
+            "cache_level": 0,
+            "priority": 35,
+            "mm_keys": [],
+        }
+        for number in range(2)
+    ]
+    assert serialize_events(events_of(manager)) == [
+        {
+            "event_id": 0,
+            "data": {"type": "stored", "parent_hash": None, "blocks": blocks},
+            "window_size": 64,
+            "hash_algo": "v1_block_key",
+            "layer_group_id": 0,
+        }
+    ]
+
+
+def test_v1_root_is_a_place_not_a_number() -> None:
+    """The salt enters the first block; a parent whose hash happens to be 0 is a parent all the same."""
+    assert v1_block_hash([1], 0, None, 5) != v1_block_hash([1], None, None, 5)
+    assert v1_block_hash([1], 0, None, 5) == v1_block_hash([1], 0)
 
 
 def test_v1_helper_refuses_digests() -> None:
