@@ -170,7 +170,7 @@ def drain_events(bench: Bench) -> None:
     events = bench.events
     if events is not None:
         events.flush_iteration_events()  # type: ignore[attr-defined]  # of the event manager, which old versions lack
-        events.get_latest_events()  # type: ignore[attr-defined]
+        events.get_latest_events(0)  # type: ignore[attr-defined]
 
 
 class ResumeFromHost(Work):
