@@ -14,6 +14,8 @@ PYTHON ?= python3
 KVCM_OPT ?= 3
 PYTEST ?= -n 2
 BENCH ?=
+AB ?=
+PEERS ?= ../shared/peers
 WITH_TORCH ?=
 TORCH := torch==2.13.0
 
@@ -81,12 +83,20 @@ demo: $(ENV) $(COMPILED)  ## the example: two small models served from our pages
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py --model hybrid
 
 .PHONY: bench
-bench: $(ENV) $(PURE) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
+bench: $(ENV) $(VENV)/stamp-bench $(PURE) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
 	$(BIN)/python -m bench $(BENCH)
 
 .PHONY: bench-quick
 bench-quick: $(ENV) $(PURE) $(COMPILED)  ## the same at small sizes, in under a minute: whether it runs, not how fast
 	$(BIN)/python -m bench --quick
+
+.PHONY: bench-ab
+bench-ab: $(ENV) $(PURE) $(COMPILED)  ## a simulated engine around the manager, 100,000 requests on each build (AB="--requests 5000")
+	$(BIN)/python -m bench.ab $(AB)
+
+.PHONY: bench-peers
+bench-peers: $(ENV) $(PURE) $(COMPILED)  ## other cache managers beside ours; PEERS names the folder with the scripts that drive them
+	$(BIN)/python -m bench.peers --scripts $(PEERS)
 
 .PHONY: test-cuda
 test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real GPU, or a line that says they were skipped
@@ -133,6 +143,10 @@ $(VENV)/stamp: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/stamp-torch: $(VENV)/stamp
 	$(PIP) install '$(TORCH)'
+	touch $@
+
+$(VENV)/stamp-bench: $(VENV)/stamp
+	$(PIP) install 'matplotlib>=3.8'
 	touch $@
 
 $(VENV)/stamp-cuda: $(VENV)/stamp

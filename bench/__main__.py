@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from bench.builds import BUILDS, NAMES, ROOT, missing_builds
 from bench.catalogue import OPERATIONS
+from bench.clock import Clock
+from bench.copies import copies_table, measure_copies
+from bench.growth import growth_json, growth_table, measure_growth, plot
+from bench.growth_axes import AXES
 from bench.machine import describe
+from bench.memory import measure_memory, memory_table
 from bench.micro import measure_all
 from bench.results import as_json, heading, table, write
 
 RESULTS = ROOT / "bench" / "results"
-
-
-class Clock:
-    """Progress lines on the error stream, with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-
-    def say(self, line: str) -> None:
-        print(f"[{time.perf_counter() - self.start:5.0f} s] {line}", file=sys.stderr, flush=True)
 
 
 def run_micro(options: argparse.Namespace, clock: Clock) -> None:
@@ -41,7 +35,36 @@ def run_micro(options: argparse.Namespace, clock: Clock) -> None:
         write(options.out / "micro.json", as_json(rows, machine, quick=options.quick))
 
 
-PARTS = {"micro": run_micro}
+def run_growth(options: argparse.Namespace, clock: Clock) -> None:
+    machine = describe()
+    curves = measure_growth(options.axes or list(AXES), options.only, options.quick, clock.say)
+    print(heading("Growth", machine))
+    print(growth_table(curves))
+    if curves:
+        write(options.out / "growth.json", {"machine": machine, "curves": growth_json(curves), "quick": options.quick})
+        print("\n" + "\n".join(plot(curves, options.out)))
+
+
+def run_copies(options: argparse.Namespace, clock: Clock) -> None:
+    machine = describe()
+    rows = measure_copies(options.quick)
+    clock.say("copies")
+    print(heading("Copies: emulated device, files buffered and without checksums", machine))
+    print(copies_table(rows))
+    write(options.out / "copies.json", {"machine": machine, "rows": rows, "quick": options.quick})
+
+
+def run_memory(options: argparse.Namespace, clock: Clock) -> None:
+    machine = describe()
+    found = measure_memory(options.quick, options.builds)
+    clock.say("memory")
+    print(heading("Memory", machine))
+    print(memory_table(found))
+    write(options.out / "memory.json", {"machine": machine, "bytes": found, "quick": options.quick})
+
+
+PARTS = {"micro": run_micro, "memory": run_memory, "copies": run_copies, "growth": run_growth}
+QUICK_PARTS = ("micro", "memory", "copies")
 
 
 def main() -> int:
@@ -49,6 +72,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without any")
     parser.add_argument("--quick", action="store_true", help="few repetitions and small sizes: whether it runs, not how fast")
     parser.add_argument("--only", metavar="TEXT", default="", help="titles that contain TEXT")
+    parser.add_argument("--axis", dest="axes", action="append", choices=list(AXES), help="only these growth curves")
     parser.add_argument("--rounds", type=int, metavar="N", default=0, help="workers on each build")
     parser.add_argument("--build", dest="builds", action="append", choices=BUILDS, help="only this one")
     parser.add_argument("--device", choices=("free", "emulated", "cuda"), default="", help="default: one that costs nothing")
@@ -67,7 +91,7 @@ def main() -> int:
         whole = not (options.quick or options.only or options.device or options.builds != BUILDS)
         options.out = RESULTS if whole else ROOT / "build" / "bench"
     clock = Clock()
-    for part in options.parts or PARTS:
+    for part in options.parts or (QUICK_PARTS if options.quick else PARTS):
         PARTS[part](options, clock)
     return 0
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from array import array
 from typing import Final
 
 from bench.setting import BLOCK, Bench, Setting, prompt_tokens
-from bench.work import Work
+from bench.work import Work, now
 from kv_cache_manager_v2 import KVCache
 
 EVICTED: Final = 256  # pages of one run
@@ -40,9 +39,9 @@ class Evict(Work):
         cache = self.bench.manager.create_kv_cache()
         assert cache.resume(self.bench.stream)
         gc.disable()
-        start = time.perf_counter()
+        start = now()
         done = cache.resize(EVICTED * BLOCK)
-        elapsed = time.perf_counter() - start
+        elapsed = now() - start
         gc.enable()
         assert done
         return elapsed, cache

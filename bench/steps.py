@@ -6,12 +6,11 @@ A run is as many steps as a block has tokens, so that each request takes one blo
 from __future__ import annotations
 
 import gc
-import time
 from array import array
 from typing import ClassVar
 
 from bench.setting import BLOCK, WINDOW, Bench, Setting, prompt_tokens
-from bench.work import Work
+from bench.work import Work, now
 from kv_cache_manager_v2 import DEFAULT_BEAM_INDEX, KVCache, LayerGroupId, commit_batch, resize_batch
 
 MOST_RUNS = 24  # that the pages must last for
@@ -133,10 +132,10 @@ class DecodeCollected(DecodeBatch):
             self.length += 1
             if self.length % BLOCK == 0 and self.length > 1000 * BLOCK:
                 raise AssertionError("too many steps")
-            start = time.perf_counter()
+            start = now()
             if resize_batch(caches, [self.length] * len(caches)) != len(caches):
                 raise AssertionError("no room")
             commit_batch(caches, drawn)
-            steps.append(time.perf_counter() - start)
+            steps.append(now() - start)
         steps.sort()
         return steps[-2]

@@ -1,0 +1,82 @@
+"""The process that weighs what Python objects the cache keeps: `python -m bench.memory_worker`.
+
+Rule: weighed is what the process grew by (resident memory) between two numbers of things, all in one process, so that what it costs
+to have a manager at all cancels out. The driver has no memory and slots are small, so pages' bytes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+from bench.setting import BLOCK, Bench, Setting, prompt_tokens
+from bench.worker import check_build
+from kv_cache_manager_v2 import KVCache
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def per_cached_block(blocks: int, layers: str) -> float:
+    """Bytes for one more cached block with a page of each life cycle, its 128 bytes of tokens among them."""
+    bench = Bench(Setting(layers=layers), 2 * blocks + 1024)
+    bench.cache_others(blocks)
+    before = resident_bytes()
+    for serial in range(blocks // 256):
+        bench.cache_prompt(prompt_tokens(256 * BLOCK, serial))
+    after = resident_bytes()
+    bench.close()
+    return (after - before) / (blocks // 256 * 256)
+
+
+def per_open_request(requests: int, tokens: int) -> float:
+    """Bytes for one more active request of so many tokens, all of them shared with a cached prompt."""
+    bench = Bench(Setting(), 4 * tokens // BLOCK + requests * 2)
+    prompt = prompt_tokens(tokens)
+    bench.cache_prompt(prompt)
+    open_caches: list[KVCache] = []
+
+    def open_some() -> None:
+        for _i in range(requests):
+            cache = bench.manager.create_kv_cache(None, prompt)
+            assert cache.resume(bench.stream)
+            open_caches.append(cache)
+
+    open_some()
+    before = resident_bytes()
+    open_some()
+    after = resident_bytes()
+    for cache in open_caches:
+        cache.close()
+    bench.close()
+    return (after - before) / requests
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench.memory_worker")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    check_build()
+    blocks = 25_600 if options.quick else 256_000
+    requests = 200 if options.quick else 1000
+    print(
+        json.dumps(
+            {
+                "cached block": per_cached_block(blocks, "full"),
+                "cached block, full + window": per_cached_block(blocks, "window"),
+                "open request of 1 block": per_open_request(requests, BLOCK),
+                "open request of 256 blocks": per_open_request(requests, 256 * BLOCK),
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
