@@ -135,7 +135,7 @@ def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int
     size = state.tokens_per_block
     for lane in state.main_lanes:
         page = lane.pages[ordinal]
-        if page is None or page.owner is not None:  # a fork may have published it before us
+        if page is None or page.owner is not None or page.lost:  # a fork may have published it before us
             continue
         beg, end = lane.life_cycle.stale(history)
         stale = beg <= ordinal < end
@@ -289,7 +289,7 @@ def _publish_tail(state: SequenceState) -> Block:
     for lane in state.main_lanes:
         page = lane.pages[len(state.block_tokens)]
         present = block.pages[lane.index]
-        if page is None or page.owner is not None or (present is not None and present.coverage >= covered):
+        if page is None or page.owner is not None or page.lost or (present is not None and present.coverage >= covered):
             continue
         page.ready = shared.timeline.merge(page.ready, point)
         shared.tree.install(block, page, covered)
@@ -301,7 +301,7 @@ def _publish_state(state: SequenceState, block: Block) -> None:
     if state.recurrence is None:
         return
     recurrence = state.recurrences()[state.last_beam]
-    if recurrence.page is None or recurrence.borrowed:
+    if recurrence.page is None or recurrence.borrowed or recurrence.page.lost:
         return
     shared = state.shared
     page = recurrence.page
