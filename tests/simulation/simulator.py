@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
+from tests.simulation import conduct
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import Setup, draw
@@ -32,7 +34,11 @@ class Report:
     seed: int
     operations: int
     counts: Counter[tuple[str, str]]
-    trace: int
+    trace: int  # checksum of all operations, their outcomes and what they left, in order
+
+    def checksum(self) -> int:
+        """The trace, and how often everything came up, in one number."""
+        return zlib.crc32(repr(sorted(self.counts.items())).encode(), self.trace)
 
 
 class SimulationError(AssertionError):
@@ -227,7 +233,7 @@ class Simulation:
         elif pick < 0.72:
             level = random.randrange(len(world.quotas))
             self.note(f"prefetch {live.number} to {level}", world.prefetch(live, level, self.check()))
-        elif pick < 0.78 and len(world.live) < self.most_open + 2 and self.settled(live):
+        elif pick < 0.78 and len(world.live) < self.most_open + 2 and conduct.settled(live.model):
             self.note(f"fork {live.number}", world.fork(live, self.check()))
         elif pick < 0.81:
             self.note(f"stop {live.number}", world.stop(live))
@@ -263,7 +269,7 @@ class Simulation:
             beam = random.randrange(model.width)
             if not self.setup.kinds[group].recurrent:
                 self.note(f"index buffer {live.number}", world.attach(live, group, beam))
-        elif pick < 0.88 and len(world.live) < self.most_open + 2 and self.settled(live):
+        elif pick < 0.88 and len(world.live) < self.most_open + 2 and conduct.settled(live.model):
             self.note(f"fork {live.number}", world.fork(live, self.check()))
         elif pick < 0.90:
             self.note(f"stop {live.number}", world.stop(live))
@@ -280,11 +286,6 @@ class Simulation:
         else:
             self.remember(live)
             self.note(f"drop handle {live.number}", world.drop_handle(live))
-
-    def settled(self, live: Live) -> bool:
-        """A recurrent state may only be copied where the history ends."""
-        model = live.model
-        return not model.recurrent or model.computed == model.history
 
     def plan(self, live: Live) -> None:
         if live.model.committing:
@@ -315,13 +316,11 @@ class Simulation:
         grow = random.randrange(1, 2 * self.setup.size + 2) if random.random() < 0.6 else 1
         if self.setup.scratch and random.random() < 0.5:
             grow = random.randrange(1, 6 * self.setup.size + 12)  # further than the windows reach
-        history = model.computed if random.random() < 0.8 or model.recurrent else self.history(live)
-        if self.setup.scratch:
-            history = max(history, model.capacity - self.setup.max_rewind, model.history)
-            if history > model.computed:
-                return
-        history = max(history, model.history)
-        capacity = max(history, model.computed if model.recurrent else 0) + grow
+        history = model.computed if random.random() < 0.8 else self.history(live)
+        wanted = conduct.step(self.setup, model, grow, history)
+        if wanted is None:
+            return
+        capacity, history = wanted
         if capacity > self.setup.longest + random.randrange(3):
             self.close(live)
             return
@@ -363,58 +362,39 @@ class Simulation:
 
     def compute(self, live: Live) -> None:
         model = live.model
-        beg = model.computed if model.recurrent else max(model.history, model.committed)
-        count = model.capacity - beg
+        count = model.capacity - conduct.first_written(model)
         fresh = [self.tokens(count)]
         for _beam in range(model.width - 1):
             fresh.append(list(fresh[0]) if self.random.random() < 0.4 else self.tokens(count))
-        self.note(f"compute {live.number} from {beg} {fresh}", self.world.compute(live, fresh))
+        self.note(f"compute {live.number} {fresh}", self.world.compute(live, fresh))
 
     def resize(self, live: Live) -> None:
         random, model = self.random, live.model
-        if model.ended:
-            return
-        history = self.history(live) if not model.recurrent or random.random() < 0.5 else model.computed
-        if model.recurrent and history != model.history:
-            history = model.computed
-        least = max(history, model.computed) if model.recurrent else history
-        capacity = random.choice((model.capacity, least, least + random.randrange(2 * self.setup.size + 1)))
-        capacity = max(capacity, least)
-        if self.setup.scratch and capacity != model.capacity:
-            history = max(history, model.capacity - self.setup.max_rewind)
-            if history > model.computed:
-                return
-            capacity = max(capacity, history)
+        history = self.history(live)
+        capacity = random.choice((model.capacity, history, history + random.randrange(2 * self.setup.size + 1)))
         if random.random() < 0.05:
-            capacity = least + self.setup.size * (self.setup.gpu_slots + random.randrange(30))  # far too much
-        if self.setup.scratch and max(0, model.capacity - self.setup.max_rewind) > history and capacity != model.capacity:
-            return
-        self.note(f"resize {live.number} to {capacity}, {history}", self.world.resize(live, capacity, history, self.check()))
+            capacity = history + self.setup.size * (self.setup.gpu_slots + random.randrange(30))  # far too much
+        wanted = conduct.lengths(self.setup, model, capacity, history)
+        if wanted is not None:
+            capacity, history = wanted
+            outcome = self.world.resize(live, capacity, history, self.check())
+            self.note(f"resize {live.number} to {capacity}, {history}", outcome)
 
     def commit(self, live: Live) -> None:
         random, model = self.random, live.model
-        if not model.committing:
+        beam = random.randrange(model.width)
+        whole = model.computed - model.committed
+        want = whole if random.random() < 0.6 else random.randrange(whole + 1)
+        count = conduct.committable(self.setup, model, beam, want)
+        if count == 0:
             return
-        beams = [number for number in range(model.width) if model.clean_run(number) > 0]
-        if not beams:
-            return
-        beam = random.choice(beams)
-        run = model.clean_run(beam)
-        count = run if random.random() < 0.6 else random.randrange(1, run + 1)
-        if self.setup.config.commit_min_snapshot:
-            if model.history != model.committed:
-                count = model.history - model.committed
-            elif model.recurrent:
-                count = model.computed - model.committed
-            if count > run or (model.recurrent and model.committed + count != model.computed):
-                return
         is_end = random.random() < 0.06 and (not model.recurrent or model.committed + count == model.computed)
         outcome = self.world.commit(live, beam, count, is_end)
         self.note(f"commit {live.number} {count} of beam {beam} end {is_end}", outcome)
 
     def widen(self, live: Live) -> None:
         random, model = self.random, live.model
-        if model.ended or live.cache.has_scratch_slots or (model.recurrent and model.computed != model.history):
+        if model.ended or live.cache.has_scratch_slots or not conduct.settled(model):
             return
         width = random.randrange(1, 4)
         if width != model.width:

@@ -14,7 +14,7 @@ from tests.simulation.simulator import SimulationError, simulate, table
 
 VOLUMES = 4
 RUNS = 2 * len(SHAPES)
-OPERATIONS = 2800
+OPERATIONS = 3200  # of each run: 4 x 18 x 3200 = 230,400 in all
 
 OFTEN = [  # at least 100 times in each volume
     ("resize", "false"),

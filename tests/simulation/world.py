@@ -15,6 +15,7 @@ from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCache
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
 from tests.simulation.model import Request, Token, chain_all
 from tests.simulation.scene import Live, Scene
@@ -94,19 +95,21 @@ class World(Scene):
 
     def _fits_to_resume(self, live: Live) -> tuple[bool, bool]:
         """By counting pages: whether there is room for all that the request holds and private copies of what it would write into,
-        and whether there is without copies of a last block that it may take out of the tree instead."""
+        and whether there is without copies of a last block and a snapshot that it may take out of the tree instead."""
         pages = live_pages(live.cache)
         need = [0] * self.inside.hierarchy.num_groups
-        tails = need.copy()
+        borrowed = need.copy()
         if live.number not in self.started:
             for number, kind in enumerate(self.setup.kinds):
                 group = self.inside.shared.pool_group_of[number]
                 if kind.recurrent:
-                    need[group] += 0 if live.forked and state_page(live.cache) is not None else 1
+                    there = state_page(live.cache) is not None
+                    need[group] += 0 if live.forked and there else 1
+                    borrowed[group] += 1 if there and not live.forked else 0
                 elif live.model.history % self.setup.size and request_pages(live.cache, number)[-1] is not None:
                     need[group] += 1
-                    tails[group] += 1
-        least = [slots - copies for slots, copies in zip(need, tails, strict=True)]
+                    borrowed[group] += 1
+        least = [slots - copies for slots, copies in zip(need, borrowed, strict=True)]
         return self.inside.fits(need, pages), self.inside.fits(least, pages)
 
     def _fits_to_grow(self, live: Live, capacity: int, history: int) -> bool | None:
@@ -157,7 +160,7 @@ class World(Scene):
         model = live.model
         assert live.active
         self.launch(live, self.engine.check(model, live.cache))
-        beg = model.computed if model.recurrent else max(model.history, model.committed)
+        beg = first_written(model)
         for beam, fresh in zip(model.beams, tokens, strict=True):
             beam.cut(beg)
             value = beam.stamps[-1] if beam.stamps else model.root

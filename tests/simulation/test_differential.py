@@ -1,0 +1,63 @@
+"""The two builds do the same: one seed, one trace, wherever it runs.
+
+The trace is a checksum over every outcome, length and page index of a run, in order, and over the counters at its end. Beside the
+other build, it is compared with an interpreter that hashes strings otherwise: nothing may depend on the order of a set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, package_directory
+from tests.simulation.setups import SHAPES
+from tests.simulation.simulator import simulate
+
+OPERATIONS = 1000
+SEEDS = range(300, 300 + len(SHAPES))
+
+PROGRAM = f"""
+import logging, sys
+logging.disable(logging.CRITICAL)
+sys.path.append({str(ROOT)!r})
+from tests.simulation.simulator import simulate
+print(*[simulate(seed, {OPERATIONS}).checksum() for seed in range({SEEDS.start}, {SEEDS.stop})])
+"""
+
+
+def traces_of(directory: Path, hash_seed: str) -> list[int]:
+    """The traces of the package in a directory, made by an interpreter of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [int(trace) for trace in done.stdout.split()]
+
+
+def same_sources(first: Path, second: Path) -> bool:
+    """Whether two builds were made from the same sources, which lie in both."""
+    names = sorted(path.relative_to(first) for path in first.rglob("*.py"))
+    if names != sorted(path.relative_to(second) for path in second.rglob("*.py")):
+        return False
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[int]:
+    return [simulate(seed, OPERATIONS).checksum() for seed in SEEDS]
+
+
+def test_a_run_does_not_depend_on_how_the_interpreter_hashes(traces: list[int]) -> None:
+    assert traces_of(package_directory(), "4711") == traces
+
+
+def test_the_other_build_leaves_the_same_trace(traces: list[int], tested_build: str) -> None:
+    other = ROOT / "build" / ("compiled" if tested_build == "pure" else "pure")
+    if not (other / "kv_cache_manager_v2").is_dir():
+        pytest.skip(f"{other.name} has not been built")
+    if not same_sources(package_directory(), other):
+        pytest.skip(f"the {other.name} build was made from other sources; it is compared when its own turn comes")
+    assert traces_of(other, "0") == traces
