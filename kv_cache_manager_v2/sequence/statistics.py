@@ -25,6 +25,8 @@ from kv_cache_manager_v2.counters import (
 )
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.pools import StorageLayout
+from kv_cache_manager_v2.storage.allocator import SlotAllocator
+from kv_cache_manager_v2.storage.eviction import EvictionQueue
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
@@ -265,42 +267,41 @@ class _Reading:
 
 
 class _Peaks:
-    """Largest counts per level and pool group; lists are flat: level * groups + group."""
+    """Largest counts per level and pool group; lists are flat: level * groups + group.
+
+    Slots are looked at where the levels keep them: this runs after every public call that leaves a request's own state.
+    """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
-        self._hierarchy = hierarchy
-        cells = hierarchy.num_levels * hierarchy.num_groups
-        self._available = [0] * cells
-        self._unavailable = [0] * cells
-        self._evictable = [0] * cells
+        self._allocators: list[SlotAllocator] = hierarchy.levels.allocators
+        self._queues: list[EvictionQueue] = hierarchy.levels.queues
+        self._groups = hierarchy.num_groups
+        self._cells = hierarchy.num_levels * hierarchy.num_groups
+        self._available = [0] * self._cells
+        self._unavailable = [0] * self._cells
+        self._evictable = [0] * self._cells
         for level in range(hierarchy.num_levels):
             self.take(level)
 
     def note(self) -> None:
-        hierarchy = self._hierarchy
-        cell = 0
-        for level in range(hierarchy.num_levels):
-            for group in range(hierarchy.num_groups):
-                evictable = hierarchy.evictable(level, group)
-                available = hierarchy.free(level, group) + evictable
-                unavailable = hierarchy.total(level, group) - available
-                if available > self._available[cell]:
-                    self._available[cell] = available
-                if unavailable > self._unavailable[cell]:
-                    self._unavailable[cell] = unavailable
-                if evictable > self._evictable[cell]:
-                    self._evictable[cell] = evictable
-                cell += 1
+        for cell in range(self._cells):
+            evictable = self._queues[cell].length
+            available = self._allocators[cell].free + evictable
+            unavailable = self._allocators[cell].capacity - available
+            if available > self._available[cell]:
+                self._available[cell] = available
+            if unavailable > self._unavailable[cell]:
+                self._unavailable[cell] = unavailable
+            if evictable > self._evictable[cell]:
+                self._evictable[cell] = evictable
 
     def take(self, level: int) -> list[PoolGroupPeakBlockStats]:
-        hierarchy = self._hierarchy
         self.note()
         peaks: list[PoolGroupPeakBlockStats] = []
-        for group in range(hierarchy.num_groups):
-            cell = level * hierarchy.num_groups + group
+        for cell in range(level * self._groups, (level + 1) * self._groups):
             peaks.append(PoolGroupPeakBlockStats(self._available[cell], self._unavailable[cell], self._evictable[cell]))
-            evictable = hierarchy.evictable(level, group)
-            self._evictable[cell] = evictable
-            self._available[cell] = hierarchy.free(level, group) + evictable
-            self._unavailable[cell] = hierarchy.unavailable(level, group)
+            self._available[cell] = 0
+            self._unavailable[cell] = 0
+            self._evictable[cell] = 0
+        self.note()
         return peaks

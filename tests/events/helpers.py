@@ -82,7 +82,7 @@ def mirror_contents(mirror: EventMirror) -> dict[tuple[BlockHash, int], int]:
 
 def tree_contents(manager: KVCacheManager) -> dict[tuple[str, int], int]:
     """What a mirror must show of a manager whose events are hexadecimal keys of the tree's own hash: covering pages of blocks."""
-    tree = manager._shared.tree
+    tree = manager.shared.tree
     found: dict[tuple[str, int], int] = {}
     for block in tree.all_blocks():
         for life_cycle in tree.life_cycles:
