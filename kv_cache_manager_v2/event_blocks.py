@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i16, mypyc_attr, u8
 
 from kv_cache_manager_v2.event_hashes import HashedBlock
 from kv_cache_manager_v2.event_records import MmKey
@@ -27,12 +27,6 @@ STORED: Final = 0
 PAGE_REMOVED: Final = 1
 BLOCK_REMOVED: Final = 2
 MOVED: Final = 3
-
-# A note is one number beside its block: kind (2 bits), cache level (8 bits), priority (8 bits), and above them the layer group.
-_NOTE_LEVEL: Final = 2
-_NOTE_PRIORITY: Final = 10
-_NOTE_GROUP: Final = 18
-_BYTE: Final = 255
 
 
 @mypyc_attr(acyclic=True)
@@ -66,19 +60,11 @@ class Note:
     def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
         self.record = record
         self.block = block
-        self._code = kind | level << _NOTE_LEVEL | priority << _NOTE_PRIORITY | group << _NOTE_GROUP
-
-    def kind(self) -> int:
-        return self._code & 3
-
-    def level(self) -> int:
-        return self._code >> _NOTE_LEVEL & _BYTE
-
-    def priority(self) -> int:
-        return self._code >> _NOTE_PRIORITY & _BYTE
-
-    def group(self) -> int:
-        return self._code >> _NOTE_GROUP
+        # bytes and half words: nothing to count references of
+        self.kind: u8 = kind
+        self.level: u8 = level
+        self.priority: u8 = priority
+        self.group: i16 = group
 
 
 def pack_state(level: int, priority: int) -> int:
@@ -100,8 +86,20 @@ def event_block(block: Block) -> EventBlock:
     if state is not None:
         assert isinstance(state, EventBlock)
         return state
+    parent = block.parent
+    assert parent is not None, "a page was stored in a block that has left the tree"
+    before = parent.event_state
+    record = before if isinstance(before, EventBlock) else _event_block_deep(parent)
+    record = EventBlock(record, block.tokens, block.num_tokens, record.scope)
+    block.event_state = record
+    return record
+
+
+def _event_block_deep(block: Block) -> EventBlock:
+    """The same for a block that has no record, or a root."""
     missing: list[Block] = []
     node = block
+    state = node.event_state
     while state is None and node.parent is not None:
         missing.append(node)
         node = node.parent

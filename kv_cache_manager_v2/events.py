@@ -353,17 +353,17 @@ class KVCacheEventManager(CacheListener):
             record = note.record
             if index == 0:
                 shared_keys = self._hashes.needs_keys and type(note.block.tree.keys) is type(self._hashes.keys)
-            kind = note.kind()
+            kind = int(note.kind)
             if kind == STORED:
                 if shared_keys and record.key is None:
                     record.key = note.block.key
-                self._announce(record, note.group(), note.level(), note.priority())
+                self._announce(record, int(note.group), int(note.level), int(note.priority))
                 if shared_keys and note.block.key is None:
                     note.block.key = record.key
             elif kind == MOVED:
-                self._move(record, note.group(), note.level())
+                self._move(record, int(note.group), int(note.level))
             elif kind == PAGE_REMOVED:
-                self._retract(record, note.group())
+                self._retract(record, int(note.group))
             else:
                 self._retract_all(record)
                 record.parent = None  # nothing of the block will be told any more

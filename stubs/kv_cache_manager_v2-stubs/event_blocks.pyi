@@ -1,5 +1,7 @@
 from typing import Final
 
+from mypy_extensions import i16, u8
+
 from kv_cache_manager_v2.event_hashes import HashedBlock
 from kv_cache_manager_v2.event_records import MmKey
 from kv_cache_manager_v2.reuse.keys import ReuseScope
@@ -25,12 +27,12 @@ class EventBlock(HashedBlock):
 class Note:
     record: EventBlock
     block: Block
+    kind: u8
+    level: u8
+    priority: u8
+    group: i16
 
     def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None: ...
-    def kind(self) -> int: ...
-    def level(self) -> int: ...
-    def priority(self) -> int: ...
-    def group(self) -> int: ...
 
 def pack_state(level: int, priority: int) -> int: ...
 def level_in(state: int) -> int: ...

@@ -20,6 +20,7 @@ from tests.simulation.engine import WORD, Buffer, Engine
 from tests.simulation.inside import Inside
 from tests.simulation.model import Library, Request, Token, chain_all
 from tests.simulation.setups import Setup
+from tests.simulation.stream import StreamWatch
 
 
 class Live:
@@ -46,7 +47,8 @@ class Scene:
         self.setup = setup
         self.now = 0.0  # the manager's clock, seconds
         self.driver = EmulatedDriver(setup.schedule, setup.seed, setup.timeout_calls)
-        self.manager = KVCacheManager(setup.config, driver=self.driver, clock=self._clock)
+        self.stream_watch = StreamWatch()
+        self.manager = KVCacheManager(setup.config, self.stream_watch.events, driver=self.driver, clock=self._clock)
         self.inside = Inside(self.manager, self.driver)
         self.engine = Engine(self.manager, setup.size)
         self.streams = [self.driver.create_stream() for _stream in range(setup.num_streams)]
@@ -179,6 +181,7 @@ class Scene:
     def check(self) -> None:
         """Every structure, without disturbing anything."""
         self.manager.check_invariants()
+        self.stream_watch.check(self.inside.tree)
         self.after()
 
     def check_bytes(self) -> None:

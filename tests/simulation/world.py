@@ -449,6 +449,7 @@ class World(Scene):
             self.check_bytes()
             self.check()
             self.manager.shutdown()
+            self.stream_watch.end()
         self.driver.synchronize()
         self.after()
         for stream in self.streams:
