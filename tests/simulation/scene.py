@@ -16,6 +16,7 @@ from kv_cache_manager_v2.device.schedule import EmulatedGate
 from kv_cache_manager_v2.errors import CuError, OutOfMemoryError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.storage.page import Page
+from tests.simulation.books import Books
 from tests.simulation.engine import WORD, Buffer, Engine
 from tests.simulation.inside import Inside
 from tests.simulation.model import Library, Request, Token, chain_all
@@ -53,6 +54,7 @@ class Scene:
         self.engine = Engine(self.manager, setup.size)
         self.streams = [self.driver.create_stream() for _stream in range(setup.num_streams)]
         self.library = Library(setup.num_scopes)
+        self.books = Books(self.manager, setup.kinds, setup.size)
         self.scopes = [
             ReuseScope(None if number == 0 else number, 7 if number == 2 else None) for number in range(setup.num_scopes)
         ]
@@ -77,6 +79,7 @@ class Scene:
 
     def count(self, operation: str, outcome: str, *details: int) -> str:
         self.counts[operation, outcome] += 1
+        self.books.note_peaks()
         self.trace = zlib.crc32(f"{operation} {outcome} {details}".encode(), self.trace)
         return outcome
 
@@ -182,6 +185,7 @@ class Scene:
         """Every structure, without disturbing anything."""
         self.manager.check_invariants()
         self.stream_watch.check(self.inside.tree)
+        self.books.check(not self.faulted and not self.inside.shared.abandoned)
         self.after()
 
     def check_bytes(self) -> None:

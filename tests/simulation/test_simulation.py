@@ -57,6 +57,7 @@ SEEN = [  # at least once
     ("clear", "done"),
     ("index buffer", "attach"),
     ("stream", "active"),
+    ("check", "statistics of requests"),
 ]
 
 

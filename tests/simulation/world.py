@@ -45,6 +45,7 @@ class World(Scene):
         model.scratch = self.setup.scratch
         model.start(prompt, found)
         live = Live(self.created, cache, model)
+        self.books.created(live.number, cache.cached_tokens_by_level, model, len(prompt))
         self.created += 1
         self.live.append(live)
         if check:
@@ -72,6 +73,8 @@ class World(Scene):
         before = self.fingerprint(live) if check and self.calm() else None
         gate = self.calm() and any(hierarchy.utilization(0, group) > most for group in groups)
         fits, barely = self._fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
+        first = live.number not in self.started
+        tails = self.books.tails(live.cache, live.model) if first else []
         failure, done = self.attempt(live, "resume", lambda: live.cache.resume(self.streams[stream]))
         if failure:
             assert live.cache.status == KVCache.Status.SUSPENDED
@@ -85,6 +88,10 @@ class World(Scene):
             return self.count("resume", "gate" if shortage.gate else "false")
         assert not gate, "resumed beyond max_util_for_resume"
         assert barely, "a resume that cannot fit went through"
+        if first:
+            self.books.resumed_first(live.number, live.cache, live.forked, tails, live.model)
+        else:
+            self.books.resumed += 1
         partial = live.model.history % self.setup.size != 0 and live.number not in self.started
         self.started.add(live.number)
         live.model.status = "ACTIVE"
@@ -137,7 +144,7 @@ class World(Scene):
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)
             if failure == "device failure" and lengths[1] == history:  # pages were let go before the device failed
-                model.resized(lengths[0], history, self.setup.max_rewind)
+                self.books.resized(live.number, model, lengths[0], history, self.setup.max_rewind)
             assert lengths == (model.capacity, model.history)
             return failure
         if not done:
@@ -148,7 +155,9 @@ class World(Scene):
             return self.count("resize", "false")
         assert fits is not False, "a resize that cannot fit went through"
         way = "grow" if capacity > model.capacity else "shrink" if capacity < model.capacity else "history"
-        model.resized(capacity, history, self.setup.max_rewind)
+        self.books.resized(live.number, model, capacity, history, self.setup.max_rewind)
+        if (capacity + history) % 5 == 0:
+            self.books.settle(live.number, live.cache, not self.faulted)
         self.rows(live)
         if live.cache.has_scratch_slots:
             self.count("resize", "scratch")
@@ -214,7 +223,7 @@ class World(Scene):
         done = resize_batch([live.cache for live in lives], capacities, histories)
         for number, live in enumerate(lives):
             if number < done:
-                live.model.resized(capacities[number], histories[number], self.setup.max_rewind)
+                self.books.resized(live.number, live.model, capacities[number], histories[number], self.setup.max_rewind)
                 self.rows(live)
             else:
                 assert self.face(live) == faces[number], "a request behind the one that was short of pages has changed"
@@ -236,6 +245,7 @@ class World(Scene):
         if failure:
             return failure
         live.model.status = "SUSPENDED"
+        self.books.suspended += 1
         live.buffers.clear()
         self.rows(live)
         return self.count("suspend", "done")
@@ -256,6 +266,7 @@ class World(Scene):
         return self.count("prefetch", "true" if done else "false")
 
     def close(self, live: Live) -> str:
+        self.books.settle(live.number, live.cache, not self.faulted)
         live.cache.close()
         self._closed(live)
         assert live.cache.status == KVCache.Status.CLOSED
@@ -271,6 +282,7 @@ class World(Scene):
 
     def _closed(self, live: Live) -> None:
         self.live.remove(live)
+        self.books.forget(live.number)
         if live.doubt:
             self.closed_in_doubt.append(live)
         self.recent = [*self.recent[-63:], live]
@@ -289,6 +301,7 @@ class World(Scene):
         model = live.model.fork()
         other = Live(self.created, twin, model)
         other.forked = True
+        self.books.forked(live.number, other.number)
         other.doubt = live.doubt
         self.created += 1
         self.live.append(other)
@@ -309,8 +322,11 @@ class World(Scene):
         if failure:
             return failure
         if width > model.width:
+            old_width = model.width
             model.widen(width)
+            self.books.widened(live.number, model, old_width)
         else:
+            self.books.narrowed(live.number, width)
             model.narrow(width)
         live.buffers = {key: value for key, value in live.buffers.items() if key[1] < width}
         self.rows(live)
@@ -448,6 +464,7 @@ class World(Scene):
             self.plans.clear()
             self.check_bytes()
             self.check()
+            self.counts["check", "statistics of requests"] += self.books.settled
             self.manager.shutdown()
             self.stream_watch.end()
         self.driver.synchronize()
