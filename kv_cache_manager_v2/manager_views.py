@@ -154,7 +154,8 @@ class ManagerViews:
 
     def get_committed_stats(self) -> KVCacheStatsDelta:
         """Totals since construction, attention layers only; they never fall. A copy."""
-        return self._ledger.committed()
+        with self._shared.lock:
+            return self._ledger.committed()
 
     def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]:
         """Per life cycle, what happened since the last call, recurrent layers' movement included; only those to which
@@ -199,21 +200,24 @@ class ManagerViews:
 
     def record_request_suspended(self) -> None:
         """Count a suspension that the engine made by other means."""
-        self._ledger.suspended += 1 if self._ledger.enabled else 0
+        with self._shared.lock:
+            self._ledger.suspended += 1 if self._ledger.enabled else 0
 
     def record_request_resumed(self) -> None:
-        self._ledger.resumed += 1 if self._ledger.enabled else 0
+        with self._shared.lock:
+            self._ledger.resumed += 1 if self._ledger.enabled else 0
 
     def get_storage_statistics(self, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
         """Slots of each pool group on a level, now."""
         number = self._level(level)
         hierarchy = self._hierarchy
-        return [
-            StorageStatistics(
-                tuple(sizes), hierarchy.total(number, group), hierarchy.free(number, group), hierarchy.evictable(number, group)
-            )
-            for group, sizes in enumerate(self._layout.slot_sizes)
-        ]
+        with self._shared.lock:
+            return [
+                StorageStatistics(
+                    tuple(sizes), hierarchy.total(number, group), hierarchy.free(number, group), hierarchy.evictable(number, group)
+                )
+                for group, sizes in enumerate(self._layout.slot_sizes)
+            ]
 
     def get_life_cycle_pool_group_indices(self, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupId]:
         """The pool group of each life cycle; the same on every level."""
