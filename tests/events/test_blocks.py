@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 from kv_cache_manager_v2.event_records import MmKey
 from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
@@ -329,3 +333,29 @@ class TestMultimodal:
         cache.store([A, 1000, 1001, 999])
         cache.store([1001, 1002, 1003, 1004])
         assert mm_keys(manager) == [[(A, 0), (A, 1)], []]
+
+
+DEEP_CHAIN = """
+import sys
+from kv_cache_manager_v2 import KVCacheEventManager
+from tests.reuse.helpers import Cache, toks, window
+events = KVCacheEventManager(1 << 20, hash_algo="v2_blake3")
+cache = Cache(2, window(4), listener=events)
+for turn in range(2):
+    path = cache.store(toks(0, 6000))
+    for block in reversed(path):
+        cache.keeper.lose(block.pages[0])
+    del path, block
+    assert cache.tree.num_blocks == 0
+    if turn == 0:
+        events.flush_iteration_events()
+        assert len(events.get_latest_events(0)) == 2
+del cache, events
+"""
+
+
+def test_a_deep_chain_is_freed_link_by_link() -> None:
+    """Three thousand blocks that leave from the last one up, flushed or not: freeing what was noted leaves memory intact."""
+    environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", DEEP_CHAIN], env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr[-2000:]
