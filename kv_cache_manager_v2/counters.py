@@ -58,8 +58,8 @@ class KVCacheIterationStatsDelta(StatsDelta):
     """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
 
     Movement and drops are those of all pages, whoever caused them: requests, prefetches, snapshots, resizes. A drop is a cached
-    page given up where it lay: for room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page that a
-    wider one replaces is none, nor is a private page at the end of its request.
+    page given up where it lay: for room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page
+    that a wider one replaces is none, nor is a private page at the end of its request.
     """
 
     iter_alloc_total_blocks: int = 0
