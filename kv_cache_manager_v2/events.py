@@ -405,7 +405,7 @@ class KVCacheEventManager(CacheListener):
         if record.groups == 0:
             del self._announced[record]
             if self._by_key is not None:
-                del self._by_key[self._hashes.key_of(record)]
+                self._by_key.pop(self._hashes.key_of(record), None)
 
     def _retract_all(self, record: EventBlock) -> None:
         groups = record.groups

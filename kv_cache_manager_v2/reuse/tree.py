@@ -409,7 +409,9 @@ class RadixTree:
     def _tell_removed(self, block: Block) -> None:
         """Before the block's links are cut: its key still needs them."""
         if self._index is not None:
-            del self._index[block.block_key()]
+            key = block.block_key()
+            if self._index.get(key) is block:  # a digest that imitates eight ids can give two blocks the same key
+                del self._index[key]
         if self.listener is not None:
             self.listener.block_removed(block)
 
@@ -450,9 +452,10 @@ class RadixTree:
             self._check_children(block)
             self._check_pages(block)
             if self._index is not None:
-                assert self._index[block.block_key()] is block
+                listed = self._index.get(block.block_key())
+                assert listed is None or (listed.attached and listed.block_key() == block.block_key())
         if self._index is not None:
-            assert len(self._index) == len(blocks), "the key index lists blocks that are gone"
+            assert len(self._index) <= len(blocks), "the key index lists blocks that are gone"
 
     def _check_children(self, block: Block) -> None:
         if block.children is not None:

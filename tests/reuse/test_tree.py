@@ -465,6 +465,21 @@ class TestKeys:
         assert cache.tree.find_key(keys[0]) is None
         assert cache.tree.find_key(b"no key") is None
 
+    def test_blocks_of_equal_keys_do_no_harm(self) -> None:
+        """A digest that is no hash, made to look like eight ids, can give two blocks one key: the tree still tells them apart."""
+        cache = Cache(4, FULL)
+        imitation = bytes(32)
+        [first] = cache.store([0, 0, imitation, 0])
+        [second] = cache.store([0, 0, 0, imitation])
+        assert first.block_key() == second.block_key()
+        assert cache.tree.find_key(first.block_key()) in (first, second)
+        third = cache.store([0, imitation, 0, 0])[0]
+        cache.tree.check_invariants()
+        for block in (second, third, first):
+            cache.lose(block)
+        assert cache.tree.find_key(first.block_key()) is None
+        assert cache.tree.num_blocks == 0
+
     def test_a_removed_block_keeps_its_key_for_the_listener(self) -> None:
         """Whoever asks while being told of a block's end can name it later, though its links are cut."""
         cache = Cache(2, FULL, listener=KeyNotes())

@@ -48,7 +48,7 @@ class Scene:
         self.setup = setup
         self.now = 0.0  # the manager's clock, seconds
         self.driver = EmulatedDriver(setup.schedule, setup.seed, setup.timeout_calls)
-        self.stream_watch = StreamWatch()
+        self.stream_watch = StreamWatch(setup.alphabet)
         self.manager = KVCacheManager(setup.config, self.stream_watch.events, driver=self.driver, clock=self._clock)
         self.inside = Inside(self.manager, self.driver)
         self.engine = Engine(self.manager, setup.size)

@@ -6,15 +6,23 @@ loads in flight may have been announced before it began to wait.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 from kv_cache_manager_v2 import EventMirror, KVCacheEventManager
 from kv_cache_manager_v2.event_records import BlockHash
 from kv_cache_manager_v2.reuse.tree import RadixTree
+from tests.simulation.model import Token
 
 
 class StreamWatch:
     """The listener to give to the manager, and a mirror of what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, alphabet: Sequence[Token]) -> None:
+        ids = {token for token in alphabet if isinstance(token, int)}
+        words = [struct.unpack("<8I", token) for token in alphabet if isinstance(token, bytes)]
+        self.told_apart = not any(ids.issuperset(word) for word in words)
+        # else two blocks may have one key, and the stream one name for both
         self.events = KVCacheEventManager(1 << 20, hash_algo="v2_blake3")
         self.mirror = EventMirror()
         self.num_checks = 0
@@ -22,7 +30,10 @@ class StreamWatch:
     def check(self, tree: RadixTree) -> None:
         """Take in what was said since the last check, and compare. Every tenth time a new mirror begins from a snapshot."""
         self.events.flush_iteration_events()
-        assert self.mirror.apply(self.events.get_latest_events(0)), "events are missing"
+        events = self.events.get_latest_events(0)
+        if not self.told_apart:
+            return
+        assert self.mirror.apply(events), "events are missing"
         self._compare(self.mirror, tree)
         self.num_checks += 1
         if self.num_checks % 10 == 0:
@@ -32,6 +43,8 @@ class StreamWatch:
     def end(self) -> None:
         """After the manager's shutdown nothing is announced any more."""
         self.events.flush_iteration_events()
+        if not self.told_apart:
+            return
         assert self.mirror.apply(self.events.get_latest_events(0)), "events are missing"
         assert not self.mirror.blocks, "blocks outlived the manager"
 
