@@ -3,6 +3,7 @@
 #   PYTHON=python3.12 make test     which interpreter the environment is made from
 #   WITH_TORCH=1 make test          also install torch (CPU is enough) and run the tests that need it
 #   KVCM_OPT=1 make test-compiled   compile faster; the wheel of `make compile` is meant to be built with 3
+#   SOAK=2000000 SEED=7 make soak   operations of the simulation on each build, and its first seed (default: another one each day)
 #   PYTEST="-n 0 -k tree -x"        arguments of pytest in place of the default (two workers)
 
 SHELL := /bin/bash
@@ -13,6 +14,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 KVCM_OPT ?= 3
 PYTEST ?= -n 2
+SOAK ?= 500000
+SEED ?= $(shell date +%Y%m%d)
 BENCH ?=
 AB ?=
 PEERS ?= ../shared/peers
@@ -116,7 +119,9 @@ bench-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the benchmark on a real GP
 	fi
 
 .PHONY: soak
-soak: $(ENV) $(COMPILED)  ## the properties with random seeds and many examples (tens of minutes)
+soak: $(ENV) $(PURE) $(COMPILED)  ## the simulation at length on both builds, then the properties with many examples (tens of minutes)
+	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
+	cd build/compiled && PYTHONPATH=$(CURDIR)/build/compiled:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
 	KVCM_HYPOTHESIS=nightly PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
 
 .PHONY: compile

@@ -125,6 +125,32 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
     )
 
 
+def plain(
+    path: str,
+    kinds: list[Kind],
+    size: int = 4,
+    slots: int = 16,
+    tiers: str = "ghd",
+    schedule: str = "eager",
+    max_rewind: int | None = None,
+    faults: bool = False,
+) -> Setup:
+    """A setup without any draw, for a test that knows what it wants."""
+    random = Random(0)
+    layers, totals = _layers(random, kinds, size, slots, "")
+    scratch = SwaScratchReuseConfig(max_rewind) if max_rewind is not None else None
+    config = KVCacheManagerConfig(
+        tokens_per_block=size,
+        cache_tiers=_tiers(random, tiers, path, slots, sum(len(sizes) for sizes in totals), totals),
+        layers=layers,
+        swa_scratch_reuse=scratch,
+        commit_min_snapshot=any(kind.recurrent for kind in kinds),
+        max_util_for_resume=1.0,
+    )
+    rewind = max_rewind if max_rewind is not None else 0
+    return Setup(0, "plain", size, kinds, config, schedule, 60, 2, [0, 1], 1, 64, rewind, scratch is not None, slots, tiers, faults)
+
+
 def structural_floor(kinds: list[Kind], size: int) -> int:
     """Slots that one pool group for all of them needs at least."""
     floors = [kind.sink_blocks + (kind.window + size - 2) // size + 1 for kind in kinds if kind.window is not None]

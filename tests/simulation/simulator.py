@@ -475,8 +475,3 @@ def simulate(seed: int, operations: int, shape: str | None = None, faults: bool 
     """Run one seed; raises SimulationError if anything is not as it should be."""
     with tempfile.TemporaryDirectory(prefix="kvcm-simulation-") as path:
         return Simulation(draw(seed, path, shape, faults)).run(operations)
-
-
-def table(counts: Counter[tuple[str, str]]) -> str:
-    """(operation, outcome) counts, one a line."""
-    return "\n".join(f"{operation:<18} {outcome:<20} {count:>9,}" for (operation, outcome), count in sorted(counts.items()))
