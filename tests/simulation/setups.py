@@ -230,9 +230,11 @@ def _tiers(random: Random, tiers: str, path: str, slots: int, grains: int, total
 
 
 def _alphabet(random: Random) -> list[int | bytes]:
+    """Ids, and digests whose words could not be ids: the outside's block keys hash digests without a mark, so that a digest of
+    small words would give two sequences one key."""
     tokens: list[int | bytes] = [0, 1] if random.random() < 0.6 else [0, 1, 2**31 - 1]
     if random.random() < 0.4:
-        tokens.append(b"\x00" * 31 + b"\x01")
+        tokens.append(b"\x00\x00\x00\x80" * 8)  # looks like the packed form's mark of a digest
     if random.random() < 0.2:
-        tokens.append(b"\x00" * 32)
+        tokens.append(b"\xff" * 32)
     return tokens
