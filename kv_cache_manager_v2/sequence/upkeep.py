@@ -17,6 +17,8 @@ from kv_cache_manager_v2.storage.page import Page
 
 def tidy(shared: Shared) -> None:
     """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock."""
+    if not (shared.abandoned or shared.discarded_plans or shared.provisions or shared.hierarchy.transfers_in_flight > 0):
+        return
     while shared.abandoned:
         state = shared.abandoned.pop()
         if state.status != CLOSED:
@@ -30,6 +32,8 @@ def tidy(shared: Shared) -> None:
         shared.hierarchy.settle()
     if shared.provisions:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
+    if shared.ledger.enabled:  # the call itself may raise, and never conclude
+        shared.ledger.note_peaks()
 
 
 def conclude(shared: Shared) -> None:
