@@ -10,7 +10,7 @@ from __future__ import annotations
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
-from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW, Block
 from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
 from kv_cache_manager_v2.sequence.growth import advance_history
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
@@ -118,7 +118,7 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
             state.block_tokens.append(data)
             continue
         block, outcome = tree.insert(parent, data, size)
-        if state.provision is not None:
+        if outcome == BLOCK_NEW and state.provision is not None:
             state.provision.add(tree, block)
         _settle_block(state, block, ordinal, outcome, history, point)
         state.block_tokens.append(block.tokens)
@@ -143,8 +143,9 @@ def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int
             continue  # given up when the history advances
         theirs = block.pages[lane.index]
         if outcome != BLOCK_EXISTS or theirs is None or theirs.coverage < size:
-            page.ready = shared.timeline.merge(page.ready, point)
-            shared.tree.install(block, page, size)
+            if _may_have_ours(state, block):
+                page.ready = shared.timeline.merge(page.ready, point)
+                shared.tree.install(block, page, size)
         elif not stale and block.unsettled == 0:
             _adopt(state, lane, ordinal, page, theirs, point)
 
@@ -202,6 +203,8 @@ def _snapshot(state: SequenceState) -> None:
 
 def _copy_live_pages(state: SequenceState, block: Block, covered: int) -> None:
     """Give a block copies of the pages of the live partial block, `covered` tokens of which are committed, and of the SSM state."""
+    if not _may_have_ours(state, block):
+        return
     if covered > 0:
         for lane in state.main_lanes:
             page = lane.pages[len(state.block_tokens)]
@@ -244,11 +247,17 @@ def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, 
 def _insert_tail(state: SequenceState) -> Block:
     """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
     shared = state.shared
-    block, _outcome = shared.tree.insert(_parent(state), state.pack_tail(), state.tail_length())
+    block, outcome = shared.tree.insert(_parent(state), state.pack_tail(), state.tail_length())
     shared.tree.pin(block)
-    if state.provision is not None:
+    if outcome == BLOCK_NEW and state.provision is not None:
         state.provision.add(shared.tree, block)
     return block
+
+
+def _may_have_ours(state: SequenceState, block: Block) -> bool:
+    """Whether a block may get pages of ours: while file transfers carry bytes that these build on, only one that is hidden until
+    they have settled, never a block that somebody else has published."""
+    return state.provision is None or block.unsettled > 0
 
 
 def _parent(state: SequenceState) -> Block:
@@ -285,6 +294,8 @@ def _publish_tail(state: SequenceState) -> Block:
     shared = state.shared
     covered = state.tail_length()
     block = _insert_tail(state)
+    if not _may_have_ours(state, block):
+        return block
     point = shared.timeline.record(state.stream) if state.status == ACTIVE else NULL_POINT
     for lane in state.main_lanes:
         page = lane.pages[len(state.block_tokens)]
@@ -307,8 +318,7 @@ def _publish_state(state: SequenceState, block: Block) -> None:
     page = recurrence.page
     covered = state.tail_length()
     coverage = covered if covered > 0 else state.tokens_per_block
-    present = block.pages[recurrence.index]
-    if present is not None and present.coverage >= coverage:
+    if not _is_narrower(block.pages[recurrence.index], coverage) or not _may_have_ours(state, block):
         return
     if state.status == ACTIVE:
         page.ready = shared.timeline.merge(page.ready, shared.timeline.record(state.stream))

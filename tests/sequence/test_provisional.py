@@ -1,0 +1,84 @@
+"""Commits on top of a load that has not settled: hidden until it has, and never at the cost of what others have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kv_cache_manager_v2 import KVCache, PageDataLostError
+from tests.manager.helpers import Rig, Token, small, toks
+
+
+def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:
+    """Have tokens cached, whatever their bytes: no engine checks what a failed transfer destroyed."""
+    cache = rig.create(None, None, priority)
+    assert cache.resume(rig.stream)
+    for end in range(4, len(tokens) + 1, 4):
+        assert cache.resize(end), cache.last_shortage
+        cache.commit(tokens[end - 4 : end])
+    cache.close()
+
+
+def on_disk(rig: Rig, tokens: list[Token]) -> KVCache:
+    """A request for these cached tokens, whose pages are all on disk."""
+    cache = rig.create(tokens)
+    assert cache.num_committed_tokens == len(tokens)
+    assert cache.cached_tokens_by_level == [0, 0, len(tokens)]
+    return cache
+
+
+def time_out(cache: KVCache) -> None:
+    """Look at the load until its time is up: the emulated device counts calls, not seconds."""
+    for _ in range(1100):
+        assert not cache.is_loaded
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_committed_on_a_load_is_matched_once_it_has_ended_well(fails: bool, tmp_path: object) -> None:
+    """Until then nobody can match it; if the load fails it leaves the tree, and the request can only be closed."""
+    with Rig(small(4, host_slots=4, disk=(str(tmp_path), 8)), engine=False) as rig:
+        seed(rig, toks(0, 8))
+        seed(rig, toks(100, 116))
+        seed(rig, toks(200, 216))
+        cache = on_disk(rig, toks(0, 8))
+        hanging = rig.driver.hang("read_file")
+        assert cache.resume(rig.stream)
+        assert cache.resize(12)
+        cache.commit(toks(8, 12))
+        assert rig.probe(toks(0, 12)) <= 8, "the new block is hidden"
+        if fails:
+            time_out(cache)
+        hanging.open()
+        rig.driver.synchronize()
+        if fails:
+            with pytest.raises(PageDataLostError):
+                cache.resize(16)
+        else:
+            assert cache.resize(16)
+            assert rig.probe(toks(0, 12)) == 12
+        cache.close()
+        assert rig.probe(toks(0, 12)) == (0 if fails else 12), "the first block could not be read"
+
+
+def test_a_block_that_somebody_else_computed_survives_a_failed_load(tmp_path: object) -> None:
+    """Windows of 8: blocks 2 and 3 stay on the GPU, 0 and 1 are read from disk by a request that commits block 2 again. The
+    read fails: blocks 2 and 3 were somebody else's and remain, visible all the time."""
+    config = small(8, kinds=((8, 0),), host_slots=8, disk=(str(tmp_path), 16))
+    with Rig(config, engine=False) as rig:
+        seed(rig, toks(0, 16), lambda ordinal, life_cycle: 90 if ordinal >= 2 else 10)
+        for tag in (100, 200, 300, 400):
+            seed(rig, toks(tag, tag + 16))
+        cache = on_disk(rig, toks(0, 8))
+        hanging = rig.driver.hang("read_file", nth=2)  # of block 1: block 0 is out of the window by then
+        assert cache.resume(rig.stream)
+        assert cache.resize(12)
+        cache.commit(toks(8, 12))
+        assert rig.probe(toks(0, 16)) == 16
+        time_out(cache)
+        hanging.open()
+        rig.driver.synchronize()
+        with pytest.raises(PageDataLostError):
+            cache.resize(16)
+        cache.close()
+        assert rig.probe(toks(0, 16)) == 16
