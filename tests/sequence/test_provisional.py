@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import KVCache, PageDataLostError
-from tests.manager.helpers import Rig, Token, small, toks
+from tests.manager.engine import Token
+from tests.manager.helpers import Rig, small, toks
 
 
 def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:
