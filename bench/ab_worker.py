@@ -25,8 +25,8 @@ from kv_cache_manager_v2 import (
 )
 
 BLOCK: Final = 32  # tokens
-GPU_BLOCKS_PER_REQUEST: Final = 64  # open: 2,048 tokens each beside the shared prompts, less than the requests would like to have
-HOST_BLOCKS_PER_REQUEST: Final = 128
+GPU_BLOCKS_PER_REQUEST: Final = 96  # open: 3,072 tokens each, beside which little is kept for later turns
+HOST_BLOCKS_PER_REQUEST: Final = 192
 
 
 def serve(requests: int, num_open: int, seed: int, slot: int = SLOT) -> dict[str, object]:

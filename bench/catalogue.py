@@ -61,6 +61,9 @@ def _rows() -> list[Operation]:
         row("commit cold, events pending", prompts.CommitWithEvents, _SHORT, events=True)
         row("commit cold, flush, drain", prompts.CommitFlushDrain, _SHORT, events=True)
     row("full collection, 1,000,000 blocks", steps.Collection, {"cached": 5000}, cached=1_000_000)
+    row("full collection, 1,000,000 blocks, frozen", steps.CollectionFrozen, {"cached": 5000}, cached=1_000_000)
+    shrunk: dict[str, object] = {"cached": 5000, "requests": 10}
+    row("decode step p99.9, collector on, 1,000,000 blocks", steps.DecodeCollected, shrunk, cached=1_000_000, requests=100)
     return rows
 
 

@@ -31,13 +31,15 @@ class Request:
         self.arrived = now  # s on the simulation's clock, as are the two below
         self.last_token = 0.0
         self.cache: KVCache | None = None  # from its admission on
-        self.active = False
         self.length = 0  # tokens whose keys and values are computed
         self.drawn = 0  # tokens of the answer that were drawn
         self.chunk: array[int] | list[int] = []  # what the present step computes
 
     def remaining_prompt(self) -> int:
         return len(self.turn.prompt) - self.length
+
+    def answered(self) -> bool:
+        return self.drawn == len(self.turn.answer)
 
     def opened(self) -> KVCache:
         cache = self.cache
@@ -82,26 +84,34 @@ class Engine:
 
     def step(self) -> None:
         figures = self.figures
-        grow_loop, commit_loop = self.loop_cost
-        self._cut_chunks()
-        looped = grow_loop * len(self.running)
+        growing = self._cut_chunks()
         start = now()
-        self._grow()
+        self._grow(growing)
         self._admit()
-        figures.schedule.append(max(0.0, now() - start - looped))
-        looped = commit_loop * len(self.running)
+        figures.schedule.append(max(0.0, now() - start - self.loop_cost * len(growing)))
+        committing, closing = self._outcome()
         start = now()
-        finished = self._commit()
+        for cache, chunk in committing:
+            cache.commit(chunk)
+        for cache in closing:
+            cache.commit_pending_stats()
+            cache.close()
         self.manager.get_and_reset_iteration_stats()
-        figures.update.append(max(0.0, now() - start - looped))
+        figures.update.append(max(0.0, now() - start - self.loop_cost * (len(committing) + len(closing))))
         figures.clock += figures.schedule[-1] + GPU_STEP_S + figures.update[-1]
-        self._account(finished)
+        self._account()
 
-    def _cut_chunks(self) -> None:
-        """What each running request computes in this step: the token drawn last, or more of its prompt."""
+    def _cut_chunks(self) -> list[tuple[KVCache, int]]:
+        """Decide what each running request computes in this step: the token drawn last, or more of its prompt.
+
+        Returns the capacities that they need, in the order of `running`.
+        """
         budget = STEP_TOKENS
+        growing: list[tuple[KVCache, int]] = []
         for request in self.running:
             budget -= self._cut(request, budget)
+            growing.append((request.opened(), request.length + len(request.chunk)))
+        return growing
 
     def _cut(self, request: Request, budget: int) -> int:
         """Take up to `budget` prompt tokens; a request past its prompt computes the token drawn last. Returns what was taken."""
@@ -113,104 +123,87 @@ class Engine:
         request.chunk = request.turn.prompt[request.length : request.length + some]
         return some
 
-    def _grow(self) -> None:
+    def _grow(self, growing: list[tuple[KVCache, int]]) -> None:
         """Room for the step of every running request; where there is none, the youngest makes way."""
-        running = self.running
-        index = 0
-        while index < len(running):
-            request = running[index]
-            chunk = request.chunk
-            if chunk and not request.opened().resize(request.length + len(chunk)):
-                self._preempt(running.pop())
-                continue
-            index += 1
+        done = grow_all(growing, 0)
+        while done < len(growing):
+            growing.pop()
+            self._preempt(self.running.pop())
+            done = grow_all(growing, done)
 
     def _preempt(self, request: Request) -> None:
         request.opened().suspend()
-        request.active = False
         request.chunk = []
         self.waiting.appendleft(request)
         self.figures.preempted += 1
 
     def _admit(self) -> None:
         """Start or go on with waiting requests, first come first served, as far as the step's tokens and the memory reach."""
-        budget = STEP_TOKENS - sum([len(request.chunk) for request in self.running if request.remaining_prompt() > 0])
+        budget = STEP_TOKENS - sum([len(request.chunk) for request in self.running if len(request.chunk) > 1])
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            if request.cache is None:
-                prompt = request.turn.prompt
-                request.cache = self.manager.create_kv_cache(None, prompt[:-1], id=None)
-                request.length = request.cache.num_committed_tokens
+            cache = request.cache
+            if cache is None:  # the last token's output is wanted, so it is not looked up
+                cache = request.cache = self.manager.create_kv_cache(None, request.turn.prompt[:-1])
+                request.length = cache.num_committed_tokens
                 self.figures.reused += request.length
-            if not request.cache.resume(self.stream):
+            if not cache.resume(self.stream):
                 return
             taken = self._cut(request, budget)
-            if not request.cache.resize(request.length + len(request.chunk)):
-                request.cache.suspend()
+            if not cache.resize(request.length + len(request.chunk)):
+                cache.suspend()
                 return
             budget -= taken
-            request.active = True
-            self.waiting.popleft()
-            self.running.append(request)
+            self.running.append(self.waiting.popleft())
 
-    def _commit(self) -> list[Request]:
-        """Commit what the step computed, and close what is answered; the requests that drew a token."""
-        drew: list[Request] = []
+    def _outcome(self) -> tuple[list[tuple[KVCache, object]], list[KVCache]]:
+        """What the step computed, to be committed, and the caches whose answer that ends."""
+        committing: list[tuple[KVCache, object]] = []
+        closing: list[KVCache] = []
         for request in self.running:
-            chunk = request.chunk
-            if chunk:
-                cache = request.opened()
-                cache.commit(chunk)
-                request.length += len(chunk)
+            if request.chunk:
+                committing.append((request.opened(), request.chunk))
+                request.length += len(request.chunk)
                 if request.remaining_prompt() <= 0:
                     request.drawn += 1
-                    drew.append(request)
-                    if request.drawn == len(request.turn.answer):
-                        cache.commit_pending_stats()
-                        cache.close()
-                        request.active = False
-        return drew
+                    if request.answered():
+                        closing.append(request.opened())
+        return committing, closing
 
-    def _account(self, drew: list[Request]) -> None:
-        """Note the times of the tokens; answered requests are followed by their next turns."""
+    def _account(self) -> None:
+        """Note the times of the tokens that the step drew; answered requests are followed by their next turns."""
         figures = self.figures
-        now = figures.clock
-        for request in drew:
+        clock = figures.clock
+        for request in self.running:
+            if request.drawn == 0 or not request.chunk:
+                continue
             if request.drawn == 1:
-                figures.first_token.append(now - request.arrived)
+                figures.first_token.append(clock - request.arrived)
             elif request.drawn % 16 == 0:
-                figures.between_tokens.append(now - request.last_token)
-            request.last_token = now
-            if not request.active:
+                figures.between_tokens.append(clock - request.last_token)
+            request.last_token = clock
+            if request.answered():
                 figures.requests += 1
-                self.waiting.append(Request(self.workload.follow(request.turn), now))
-        self.running = [request for request in self.running if request.active]
+                self.waiting.append(Request(self.workload.follow(request.turn), clock))
+        self.running = [request for request in self.running if not request.answered()]
 
 
-def calibrate(requests: int = 1000) -> tuple[float, float]:
-    """Seconds that the loops of `_grow` and of `_commit` cost for one request without the manager's calls."""
-    workload = Workload(0)
-    some = [Request(workload.follow(None), 0.0) for _i in range(requests)]
-    for request in some:
-        request.chunk = [1]
-    grow: list[float] = []
-    commit: list[float] = []
+def grow_all(growing: list[tuple[KVCache, int]], beg: int) -> int:
+    """Resize from position `beg` on; the position of the first that was refused."""
+    for position, (cache, capacity) in enumerate(growing[beg:], beg):
+        if not cache.resize(capacity):
+            return position
+    return len(growing)
+
+
+def calibrate(requests: int = 1000) -> float:
+    """Seconds that a loop over pairs costs for each without the manager's calls, counting as `grow_all` does."""
+    pairs = [(object(), number) for number in range(1, requests + 1)]
+    samples: list[float] = []
     for _i in range(15):
         start = now()
-        index = 0
-        while index < len(some):
-            request = some[index]
-            chunk = request.chunk
-            if chunk and not request.length + len(chunk):
+        for done, (_cache, capacity) in enumerate(pairs):  # noqa: B007
+            if not capacity:
                 raise AssertionError
-            index += 1
-        middle = now()
-        for request in some:
-            chunk = request.chunk
-            if chunk:
-                request.length += len(chunk)
-                if request.remaining_prompt() <= 0:
-                    raise AssertionError
-        grow.append((middle - start) / requests)
-        commit.append((now() - middle) / requests)
-    return statistics.median(grow), statistics.median(commit)
+        samples.append((now() - start) / requests)
+    return statistics.median(samples)

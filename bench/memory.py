@@ -6,14 +6,15 @@ import json
 from collections.abc import Sequence
 
 from bench.builds import NAMES, run_worker
+from bench.memory_worker import WEIGHINGS
 
 
 def measure_memory(quick: bool, builds: Sequence[str]) -> dict[str, dict[str, float]]:
     """Bytes, by what is weighed and build."""
     found: dict[str, dict[str, float]] = {}
-    for build in builds:
-        weights: dict[str, float] = json.loads(run_worker(build, "bench.memory_worker", ["--quick"] if quick else []))
-        for title, weight in weights.items():
+    for title in WEIGHINGS:
+        for build in builds:
+            weight: float = json.loads(run_worker(build, "bench.memory_worker", [title, *(["--quick"] if quick else [])]))
             found.setdefault(title, {})[NAMES[build]] = weight
     return found
 

@@ -11,7 +11,9 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from bench.setting import BLOCK, Bench, Setting, prompt_tokens
 from bench.worker import check_build
@@ -58,23 +60,21 @@ def per_open_request(requests: int, tokens: int) -> float:
     return (after - before) / requests
 
 
+WEIGHINGS: Final[dict[str, Callable[[bool], float]]] = {
+    "cached block": lambda quick: per_cached_block(25_600 if quick else 256_000, "full"),
+    "cached block, full + window": lambda quick: per_cached_block(25_600 if quick else 256_000, "window"),
+    "open request of 1 block": lambda quick: per_open_request(500 if quick else 5000, BLOCK),
+    "open request of 256 blocks": lambda quick: per_open_request(200 if quick else 1000, 256 * BLOCK),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.memory_worker")
+    parser.add_argument("title", choices=list(WEIGHINGS))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     check_build()
-    blocks = 25_600 if options.quick else 256_000
-    requests = 200 if options.quick else 1000
-    print(
-        json.dumps(
-            {
-                "cached block": per_cached_block(blocks, "full"),
-                "cached block, full + window": per_cached_block(blocks, "window"),
-                "open request of 1 block": per_open_request(requests, BLOCK),
-                "open request of 256 blocks": per_open_request(requests, 256 * BLOCK),
-            }
-        )
-    )
+    print(json.dumps(WEIGHINGS[options.title](options.quick)))
     return 0
 
 
