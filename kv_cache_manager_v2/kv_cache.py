@@ -335,6 +335,8 @@ class KVCache:
         if self._state.status == CLOSED:
             return
         with self._shared.lock:
+            if self._shared.ledger.enabled:
+                self._shared.ledger.note_peaks()
             residency.close(self._state)
             tidy(self._shared)
             conclude(self._shared)

@@ -39,9 +39,9 @@ class PlannedDropHandle:
         pages = self._pages
         self._pages = []
         with self._shared.lock:
-            withdraw(self._shared, pages)
             if self._shared.ledger.enabled:
                 self._shared.ledger.note_peaks()
+            withdraw(self._shared, pages)
 
 
 def withdraw(shared: Shared, pages: list[Page]) -> None:

@@ -124,7 +124,7 @@ class Ledger:
     # --- what happens
 
     def note_peaks(self) -> None:
-        """After every public call that may have changed what is free: O(levels x pool groups)."""
+        """Before every public call that may change what is free: O(levels x pool groups)."""
         self._peaks.note()
 
     def commit(self, pending: PendingStats, ssm: int | None) -> None:
@@ -269,7 +269,7 @@ class _Reading:
 class _Peaks:
     """Largest counts per level and pool group; lists are flat: level * groups + group.
 
-    Slots are looked at where the levels keep them: this runs after every public call that leaves a request's own state.
+    Slots are looked at where the levels keep them: this runs before every public call that leaves a request's own state.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:

@@ -16,7 +16,12 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def tidy(shared: Shared) -> None:
-    """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock."""
+    """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock.
+
+    First the peaks: nothing changes between calls, so what the last call left, however it ended, is what is there now.
+    """
+    if shared.ledger.enabled:
+        shared.ledger.note_peaks()
     if not (shared.abandoned or shared.discarded_plans or shared.provisions or shared.hierarchy.transfers_in_flight > 0):
         return
     while shared.abandoned:
@@ -32,14 +37,12 @@ def tidy(shared: Shared) -> None:
         shared.hierarchy.settle()
     if shared.provisions:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
-    if shared.ledger.enabled:  # the call itself may raise, and never conclude
+    if shared.ledger.enabled:  # what was given up just now may be taken again by the call itself
         shared.ledger.note_peaks()
 
 
 def conclude(shared: Shared) -> None:
-    """After a public call: note the peaks; with debugging on, assert every invariant."""
-    if shared.ledger.enabled:
-        shared.ledger.note_peaks()
+    """After a public call: with debugging on, assert every invariant."""
     if shared.debug:
         check_everything(shared)
 

@@ -11,7 +11,9 @@ from kv_cache_manager_v2 import (
     CacheLevel,
     GpuCacheTierConfig,
     HostCacheTierConfig,
+    KVCache,
     LifeCycleId,
+    LogicError,
     PoolGroupPeakBlockStats,
     ReusedBlocksByLevel,
     introspection,
@@ -231,3 +233,20 @@ def test_storage_statistics_name_slot_sizes() -> None:
         assert stats.total == stats.free == stats.available == 4
         assert (stats.evictable, stats.unavailable) == (0, 0)
         assert list(stats.slot_sizes) == [rig.manager.get_page_stride(*rig.manager.all_buffer_ids[0])]
+
+
+def test_a_call_that_raises_leaves_its_peaks_behind() -> None:
+    """A forgotten cache is closed by the next call, even if that call is refused: what it gave up is seen although it is taken
+    again before the reading."""
+    with rig_of(blocks(4)) as rig:
+        cache: KVCache | None = rig.manager.create_kv_cache()
+        assert cache is not None
+        assert cache.resume(rig.stream)
+        assert cache.resize(16)
+        other = open_cache(rig)
+        forget(rig)
+        cache = None
+        with pytest.warns(ResourceWarning, match="dropped without close"), pytest.raises(LogicError, match="SUSPENDED"):
+            other.resume()
+        assert other.resize(16)
+        assert peaks(rig) == PoolGroupPeakBlockStats(4, 4, 0)
