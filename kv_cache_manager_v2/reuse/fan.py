@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i32, mypyc_attr
 
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.storage.page import PageOwner
@@ -25,8 +25,8 @@ class Leaf(PageOwner):
 
     def __init__(self, tokens: bytes) -> None:
         self.tokens = tokens
-        self.reach = 0  # leading tokens for which every attention life cycle has a page
         self.ends = 0  # bit set of runs not above `reach` at which there is a snapshot: where a match with SSM layers may end
+        self.reach: i32 = 0  # leading tokens for which every attention life cycle has a page
 
 
 @mypyc_attr(acyclic=True)
@@ -34,11 +34,11 @@ class Branch:
     """A bit in which the leaves below differ, being equal before it. The bits of a byte count from its highest."""
 
     def __init__(self, byte: int, mask: int, low: Leaf | Branch, high: Leaf | Branch) -> None:
-        self.byte = byte  # position of the bit: the byte, and its place there as a power of two
-        self.mask = mask
+        self.byte: i32 = byte  # position of the bit: the byte, and its place there as a power of two
+        self.mask: i32 = mask
         self.low = low  # those with a 0
         self.high = high  # those with a 1
-        self.reach = 0  # the maximum below
+        self.reach: i32 = 0  # the maximum below
         self.ends = 0  # the union of those below
         self.summarise()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i32, mypyc_attr
 
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import PageStatus
@@ -37,16 +37,18 @@ class Block(Leaf):
 
     def __init__(self, tree: RadixTree, parent: Block | None, ordinal: int, tokens: bytes, num_tokens: int) -> None:
         super().__init__(tokens)
+        # four bytes each, side by side with the leaf's last: no padding
+        self.ordinal: i32 = ordinal  # position in the sequence; -1 for a root
+        self.num_tokens: i32 = num_tokens
+        self.pins: i32 = 0  # open requests whose path ends here: the block stays, pages or not
+        self.unsettled: i32 = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
+        self.attached = True
+        # eight bytes each
         self.tree = tree
         self.parent = parent  # None for a root, and once detached
-        self.ordinal = ordinal  # position in the sequence; -1 for a root
-        self.num_tokens = num_tokens
         self.pages = tree.no_pages  # by life cycle; a tuple, which the collector need not walk
         self.children: Leaf | Branch | None = None  # a fan, see fan.py
         self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
-        self.pins = 0  # open requests whose path ends here: the block stays, pages or not
-        self.unsettled = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
-        self.attached = True
         self.key: bytes | None = None  # made when somebody asks
         self.event_state: object = None  # the listener's own notes of this block
 

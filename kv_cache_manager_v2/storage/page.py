@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i32, mypyc_attr
 
 from kv_cache_manager_v2.ids import NO_SLOT, PageStatus, Point, SlotId
 from kv_cache_manager_v2.listener import CachedBlock
@@ -33,24 +33,29 @@ class PageOwner(CachedBlock):
 
 @mypyc_attr(acyclic=True)
 class Page:
-    """A slot with an owner, a place in the order of eviction, and the point at which its bytes may be touched."""
+    """A slot with an owner, a place in the order of eviction, and the point at which its bytes may be touched.
+
+    There is one for every cached block: small numbers take four bytes each, 112 in all instead of 152.
+    """
 
     def __init__(self, life_cycle: int, pool_group: int, level: int, slot: SlotId, priority: int, ready: Point) -> None:
-        self.life_cycle = life_cycle
-        self.pool_group = pool_group
-        self.level = level  # cache level on which `slot` lies
-        self.slot = slot  # NO_SLOT once the page is gone
-        self.priority = priority  # 0..100; must not change while queued
-        self.holds = 0
-        self.locks = 0
-        self.ready = ready  # whoever reads or overwrites the bytes waits for this point: last writer, and last finished reader
-        self.coverage = 0  # attention: leading tokens of the block that are valid; SSM: exact position of the snapshot in the block
-        self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
-        self.transfers = 0  # file transfers in flight that carry its bytes: until 0, nobody knows whether they are right
+        # four bytes each, side by side: no padding
+        self.life_cycle: i32 = life_cycle
+        self.pool_group: i32 = pool_group
+        self.level: i32 = level  # cache level on which `slot` lies
+        self.priority: i32 = priority  # 0..100; must not change while queued
+        self.holds: i32 = 0
+        self.locks: i32 = 0
+        self.coverage: i32 = 0  # attention: leading tokens of the block that are valid; SSM: exact position of the snapshot
+        self.transfers: i32 = 0  # file transfers in flight that carry its bytes: until 0, nobody knows whether they are right
+        self.plans: i32 = 0  # planned drops that name it; it goes with the last of them if nobody uses it then
         self.lost = False  # a transfer failed: the bytes are not what they should be
-        self.plans = 0  # planned drops that name it; it goes with the last of them if nobody uses it then
-        self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
         self.queued = False
+        # eight bytes each
+        self.slot = slot  # NO_SLOT once the page is gone
+        self.ready = ready  # whoever reads or overwrites the bytes waits for this point: last writer, and last finished reader
+        self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
+        self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
         self.before: Page | None = None  # neighbours in the eviction queue, while queued
         self.after: Page | None = None
 
