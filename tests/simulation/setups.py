@@ -185,6 +185,7 @@ def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str
     unit = 16 * size  # two words for each token
     depth = random.choice((1, 2))  # layers of each kind
     apart = random.random() < 0.5  # states of another size than pages: a pool group of their own
+    unlike = random.random() < 0.15  # pages of two sizes
     extra = random.random() < 0.3  # a second, smaller buffer size: two pools in each group
     layers: list[LayerConfig] = []
     totals: list[list[int]] = []
@@ -193,7 +194,7 @@ def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str
         slot = GRAIN // slots
         if shape == "two pool groups":  # several grains each, so that shares can change
             slot = 2 * GRAIN // slots // (2 if number > 0 else 1)
-        elif kind.recurrent and apart:
+        elif (kind.recurrent and apart) or (number > 0 and unlike):
             slot //= 2
         big = slot // (2 * depth) // unit * unit
         sizes = [big * 2 * depth] + ([unit * depth] if extra else [])

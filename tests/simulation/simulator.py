@@ -159,9 +159,9 @@ class Simulation:
             self.note(f"drop plan {number}", world.drop_plan(number, forget))
         elif pick < 0.65 and self.setup.faults:
             self.fault()
-        elif pick < 0.73:
+        elif pick < 0.7:
             self.note("illegal call", self.manager_mistake())
-        elif pick < 0.77 and len(world.live) < 4:
+        elif pick < 0.74 and len(world.live) < 4:
             for live in list(world.live):
                 self.close(live)
             self.note("clear", world.clear())
@@ -176,7 +176,7 @@ class Simulation:
                 self.note(f"suspend {live.number}", world.suspend(live))
             if live.lost:
                 self.close(live)
-        if random.random() < (0.7 if world.inside.shared.layout.num_pool_groups > 1 else 0.1):
+        if random.random() < (0.8 if world.inside.shared.layout.num_pool_groups > 1 else 0.1):
             self.note("adjust", world.adjust(True))
             return
         level = random.randrange(len(world.quotas))
