@@ -99,11 +99,11 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         reuse_match_backoff=random.choice((0, 0, 0, 1, 2, size + 1)),
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
         commit_min_snapshot="ssm" in shape or shape == "min snapshot",
-        rebalance_min_sampled_kv_caches=20,
+        rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,
-        rebalance_target_ratio_update_interval=5,
-        rebalance_ratio_threshold=1.05,
-        rebalance_moving_average_decay=0.9,
+        rebalance_target_ratio_update_interval=2,
+        rebalance_ratio_threshold=1.02,
+        rebalance_moving_average_decay=0.5,  # the latest lengths decide, so that shares keep changing
     )
     return Setup(
         seed=seed,
@@ -121,7 +121,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         scratch=shape == "scratch",
         gpu_slots=slots,
         tiers=tiers,
-        faults=random.random() < 0.5 if faults is None else faults,
+        faults=random.random() < 0.6 if faults is None else faults,
     )
 
 

@@ -91,7 +91,7 @@ class Simulation:
             self.create()
             return
         pick = random.random()
-        if pick < 0.06:
+        if pick < (0.1 if world.inside.shared.layout.num_pool_groups > 1 else 0.06):
             self.around()
             return
         live = random.choice(world.live)
@@ -203,7 +203,7 @@ class Simulation:
             )
         )
         nth = random.randrange(1, 4)
-        times = random.randrange(1, 5) if call.endswith("_file") else 1
+        times = random.randrange(1, 7) if call.endswith("_file") else 1
         self.note(f"fault {call} {effect} {nth} {times}", world.fault(call, nth, times, effect))
 
     def close(self, live: Live) -> None:
