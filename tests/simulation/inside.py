@@ -79,6 +79,10 @@ class Inside:
             page for page in pages if page is not None and page.locks == 0 and id(page) not in mine and (page.holds > 0) == held
         ]
 
+    def sizes(self) -> list[int]:
+        """Slots of every pool group on every level."""
+        return [allocator.capacity for allocator in self.hierarchy.levels.allocators]
+
     # --- the whole state, to see that nothing changed
 
     def fingerprint(self) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCache
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from kv_cache_manager_v2.storage.resizing import AdjustResult
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
 from tests.simulation.model import Request, Token, chain_all
@@ -399,12 +400,16 @@ class World(Scene):
         before = self.fingerprint(None) if check and self.calm() else None
         self.now += 1.0
         needed = self.manager.need_adjustment
+        sizes = self.inside.sizes()
         failure, result = self.attempt(None, "adjust", self.manager.adjust)
         self.engine.remap()
         if failure:
             return failure
         if not result:
-            assert before is None or before == self.fingerprint(None), "an adjustment that was refused changed something"
+            assert isinstance(result, AdjustResult)
+            assert sizes == self.inside.sizes(), "an adjustment that was refused left another size"
+            tried = any(level.ok and level.old_slots != level.new_slots for level in result.levels)  # and undone: pages had to go
+            assert before is None or tried or before == self.fingerprint(None), "an adjustment that was refused changed something"
             return self.count("adjust", "refused")
         changed = before is not None and before != self.fingerprint(None)
         return self.count("adjust", "changed" if changed else "needed" if needed else "nothing to do")
