@@ -335,6 +335,7 @@ class KVCache:
         if self._state.status == CLOSED:
             return
         with self._shared.lock:
+            self._shared.require_outside()
             if self._shared.ledger.enabled:
                 self._shared.ledger.note_peaks()
             residency.close(self._state)

@@ -134,6 +134,8 @@ class KVCacheManager(ManagerViews):
             raise ConfigError(f"id {id} is out of range: it must be in 0..2**64-1, or None")
         if expected_prompt_length is not None and expected_prompt_length < 0:
             raise ConfigError(f"expected_prompt_length {expected_prompt_length} is negative; leave it out if it is not known")
+        if custom_priority_callback is not None and not callable(custom_priority_callback):
+            raise ConfigError(f"custom_priority_callback {custom_priority_callback!r} cannot be called")
         plain = self._text_only(text_only)
         scope = reuse_scope if reuse_scope is not None else ReuseScope()
         tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest

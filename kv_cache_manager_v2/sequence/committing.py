@@ -8,7 +8,7 @@ first is adopted in place, and a snapshot that finds no room is skipped.
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
-from kv_cache_manager_v2.ids import NULL_POINT, TOKEN_ID_LIMIT, Point
+from kv_cache_manager_v2.ids import NULL_POINT, PRIORITY_DEFAULT, TOKEN_ID_LIMIT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW, Block
 from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
@@ -64,16 +64,21 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
     size = state.tokens_per_block
     after = state.committed + tokens.num_tokens
     history = max(state.history, after)
+    snapshots = state.shared.commit_min_snapshot and not is_end
+    state_priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state; asked before anything changes
+    if snapshots and state.recurrence is not None:
+        state_priority = state.page_priority((after - 1) // size, state.recurrence.life_cycle)
     listener = state.shared.tree.listener
     if tokens.uuids is not None and listener is not None:
         for digest, uuid in tokens.uuids.items():
             listener.item_named(digest, uuid)
     first = len(state.block_tokens)
     full = after // size
-    if full > first or history >= state.next_stale:
+    point = NULL_POINT
+    if full > first or history >= state.next_stale or state.scratch:
         point = state.shared.timeline.record(state.stream)
-        if full > first:
-            _publish_blocks(state, tokens, full, history, point, beams)
+    if full > first:
+        _publish_blocks(state, tokens, full, history, point, beams)
     if state.width > 1:
         state.tail_beam = beams[-1]
         state.last_beam = beams[-1] if beams[-1] >= 0 else beams[-2]
@@ -182,7 +187,7 @@ def _release_stale(state: SequenceState, first: int, last: int) -> None:
                 state.shared.hierarchy.release(page)
 
 
-def _snapshot(state: SequenceState) -> None:
+def _snapshot(state: SequenceState, state_priority: int) -> None:
     """Copy into the tree what a later request needs to start at exactly this length: the live partial block, and the SSM state."""
     shared = state.shared
     covered = state.tail_length()
@@ -195,13 +200,13 @@ def _snapshot(state: SequenceState) -> None:
         block = _insert_tail(state)
     assert block is not None, "something has been committed"
     try:
-        _copy_live_pages(state, block, covered)
+        _copy_live_pages(state, block, covered, state_priority)
     finally:
         if covered > 0:
             shared.tree.unpin(block)  # leaves the tree again if no page found room
 
 
-def _copy_live_pages(state: SequenceState, block: Block, covered: int) -> None:
+def _copy_live_pages(state: SequenceState, block: Block, covered: int, state_priority: int) -> None:
     """Give a block copies of the pages of the live partial block, `covered` tokens of which are committed, and of the SSM state."""
     if not _may_have_ours(state, block):
         return
@@ -213,10 +218,9 @@ def _copy_live_pages(state: SequenceState, block: Block, covered: int) -> None:
     recurrence = state.recurrences()[state.last_beam] if state.recurrence is not None else None
     if recurrence is not None and recurrence.page is not None:
         coverage = covered if covered > 0 else state.tokens_per_block
-        if _is_narrower(block.pages[recurrence.index], coverage):
-            priority = state.page_priority(block.ordinal, recurrence.life_cycle)
-            if not _copy_page(state, block, recurrence.page, coverage, priority):
-                recurrence.skipped += 1
+        narrower = _is_narrower(block.pages[recurrence.index], coverage)
+        if narrower and not _copy_page(state, block, recurrence.page, coverage, state_priority):
+            recurrence.skipped += 1
 
 
 def _is_narrower(page: Page | None, coverage: int) -> bool:

@@ -39,15 +39,14 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     """
     check_lengths(state, capacity, history)
     blocks = -(-capacity // state.tokens_per_block)
-    priorities: list[int] = []
     if blocks > state.num_blocks:
         _check_room(state, blocks)
-        priorities = _new_priorities(state, blocks)
     spans = scratch.spans(state, history, capacity)
     leaving = pages_leaving(state, history)
     leaving.extend(_pages_for_scratch(state, spans))
     need = scratch.missing(state, spans)
     _add_new_blocks(state, need, history, blocks, spans)
+    priorities = _new_priorities(state, blocks, need)
     if not _make_room(state, need, leaving, spans, history):
         return False
     if blocks > state.num_blocks and state.pending is not None:
@@ -227,10 +226,16 @@ def _add_new_blocks(state: SequenceState, need: list[int], history: int, blocks:
         need[lane.pool_group] += max(0, blocks - state.num_blocks - absent)
 
 
-def _new_priorities(state: SequenceState, blocks: int) -> list[int]:
-    """The callback's priority of each new page, lane by lane; empty without a callback. Asked before anything changes."""
+def _new_priorities(state: SequenceState, blocks: int, need: list[int]) -> list[int]:
+    """The callback's priority of each new page, lane by lane; empty without a callback.
+
+    Asked before anything changes, and not for a length that can never be had: it may be far off.
+    """
     if state.priority is None:
         return []
+    for group in range(len(need)):
+        if need[group] > state.shared.hierarchy.total(GPU_LEVEL, group):
+            return []
     priorities: list[int] = []
     for lane in state.lanes:
         for ordinal in range(state.num_blocks, blocks):

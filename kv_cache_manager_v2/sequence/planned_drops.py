@@ -35,10 +35,11 @@ class PlannedDropHandle:
         time."""
         if self._dropped:
             raise AlreadyDroppedError("this planned drop has already been dropped")
-        self._dropped = True
-        pages = self._pages
-        self._pages = []
         with self._shared.lock:
+            self._shared.require_outside()
+            self._dropped = True
+            pages = self._pages
+            self._pages = []
             if self._shared.ledger.enabled:
                 self._shared.ledger.note_peaks()
             withdraw(self._shared, pages)

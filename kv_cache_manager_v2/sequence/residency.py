@@ -27,6 +27,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     shared = state.shared
     count = match.num_tokens
     size = state.tokens_per_block
+    priorities = _matched_priorities(state, match)
     state.committed = count
     state.divergence = match.divergence
     state.before_hybrid = match.before_hybrid
@@ -41,8 +42,8 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     if full > 0:
         state.tip = match.blocks[full - 1]
         shared.tree.pin(match.blocks[full - 1])
-    for lane in state.lanes:
-        _hold_matched(state, lane, match)
+    for number, lane in enumerate(state.lanes):
+        _hold_matched(state, lane, match, priorities[number] if priorities else [])
     recurrence = state.recurrence
     if recurrence is not None and count > 0:
         snapshot = match.blocks[-1].pages[recurrence.index]
@@ -54,15 +55,32 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     shared.tuner.sample_reused(count)
 
 
-def _hold_matched(state: SequenceState, lane: Lane, match: Match) -> None:
+def _matched_priorities(state: SequenceState, match: Match) -> list[list[int]]:
+    """The callback's priority of each page that the match gives, lane by lane; empty without a callback. Changes nothing."""
+    if state.priority is None:
+        return []
+    priorities: list[list[int]] = []
+    for lane in state.lanes:
+        beg, end = lane.life_cycle.stale(match.num_tokens)
+        asked: list[int] = []
+        for ordinal, block in enumerate(match.blocks):
+            if not beg <= ordinal < end and block.pages[lane.index] is not None:
+                asked.append(state.page_priority(ordinal, lane.life_cycle))
+        priorities.append(asked)
+    return priorities
+
+
+def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: list[int]) -> None:
     """Hold the pages of one life cycle that are not stale at the matched length."""
     hierarchy = state.shared.hierarchy
     beg, end = lane.life_cycle.stale(match.num_tokens)
+    asked = 0
     for ordinal in range(state.num_blocks):
         page = None if beg <= ordinal < end else match.blocks[ordinal].pages[lane.index]
         if page is not None:
-            if state.priority is not None:
-                hierarchy.raise_priority(page, state.page_priority(ordinal, lane.life_cycle))
+            if priorities:
+                hierarchy.raise_priority(page, priorities[asked])
+                asked += 1
             hierarchy.hold(page)
         lane.pages.append(page)
     lane.row.fill(bad_run(state.num_blocks))

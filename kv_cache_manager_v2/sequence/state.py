@@ -18,7 +18,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -91,7 +92,13 @@ class Shared:
         self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
         self.abandoned: list[SequenceState] = []  # handles dropped without close; the next public call closes them
+        self.calling_out = False  # a priority callback is running, on the thread that has the lock
         self.next_serial = 0
+
+    def require_outside(self) -> None:
+        """Raise LogicError if a priority callback called the manager that asked it: its books are in use. Lock held."""
+        if self.calling_out:
+            raise LogicError("a priority callback must not call the manager or its caches: it is asked in the midst of a call")
 
     def enter(self, state: SequenceState) -> None:
         """A new request is open."""
@@ -352,11 +359,25 @@ class SequenceState:
     # --- checks
 
     def page_priority(self, ordinal: int, life_cycle: LifeCycle) -> int:
-        """Priority of a page, from the request's callback. Raises LogicError for one out of range."""
-        callback = self.priority
+        """Priority of a page, from the request's callback; asked before anything changes, since the callback may raise.
+
+        Raises LogicError for one out of range.
+        """
+        callback: Callable[[int, LifeCycle], object] | None = self.priority  # whatever the user's function returns
         if callback is None:
             return PRIORITY_DEFAULT
-        priority = callback(ordinal, life_cycle)
+        shared = self.shared
+        before = (self.committed, self.history, self.capacity)
+        shared.calling_out = True
+        try:
+            answer = callback(ordinal, life_cycle)
+        finally:
+            shared.calling_out = False
+        if (self.committed, self.history, self.capacity) != before:
+            raise LogicError("the priority callback changed the cache that it was asked for; it must only answer")
+        if isinstance(answer, bool) or not isinstance(answer, SupportsIndex):
+            raise LogicError(f"the priority callback returned {answer!r}; it must be an integer in {PRIORITY_MIN}..{PRIORITY_MAX}")
+        priority = index(answer)
         if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
             raise LogicError(f"the priority callback returned {priority}; it must be in {PRIORITY_MIN}..{PRIORITY_MAX}")
         return priority

@@ -18,8 +18,10 @@ from kv_cache_manager_v2.storage.page import Page
 def tidy(shared: Shared) -> None:
     """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock.
 
-    First the peaks: nothing changes between calls, so what the last call left, however it ended, is what is there now.
+    First the peaks: nothing changes between calls, so what the last call left, however it ended, is what is there now. Raises
+    LogicError within a priority callback.
     """
+    shared.require_outside()
     if shared.ledger.enabled:
         shared.ledger.note_peaks()
     if not (shared.abandoned or shared.discarded_plans or shared.provisions or shared.hierarchy.transfers_in_flight > 0):
