@@ -108,8 +108,11 @@ class KVCacheManager(ManagerViews):
         self.shutdown()
 
     def __del__(self) -> None:
-        if not self._down:
+        if not getattr(self, "_down", True):  # nothing is there yet where the construction failed
             self._shutdown_late()
+
+    def __reduce__(self) -> str:
+        raise LogicError("a KVCacheManager cannot be copied or pickled: it owns its memory; make another one from `init_config`")
 
     # --- requests
 

@@ -27,8 +27,11 @@ class PlannedDropHandle:
             page.plans += 1
 
     def __del__(self) -> None:
-        if not self._dropped:
+        if not getattr(self, "_dropped", True):  # nothing is there yet where the construction failed
             self._shared.discarded_plans.append(self._pages)  # the next public call applies it: no work in a finaliser
+
+    def __reduce__(self) -> str:
+        raise LogicError("a planned drop cannot be copied or pickled: it stands for the pages of one plan")
 
     def drop(self) -> None:
         """Withdraw the plan; drops each page that no other plan names and nobody uses. Raises AlreadyDroppedError the second

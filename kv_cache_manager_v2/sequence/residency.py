@@ -416,8 +416,6 @@ def close(state: SequenceState) -> None:
         state.tip = None
     state.status = CLOSED
     state.num_blocks = 0
-    state.tail = b""
-    state.tail_ids = []
     del shared.open[state.serial]
     if state.pending is not None:
         state.pending.clear()
