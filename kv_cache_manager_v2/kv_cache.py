@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, CacheLevel, LayerGroupId, PageIndexMode, Stream
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, CacheLevel, LayerGroupId, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
@@ -232,7 +232,7 @@ class KVCache:
         with self._shared.lock:
             tidy(self._shared)
             self._require_open("stop_committing()")
-            committing.stop_committing(self._state, False)
+            committing.stop_committing(self._state, False, NULL_POINT)
             conclude(self._shared)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
@@ -262,12 +262,9 @@ class KVCache:
     def cuda_stream(self, stream: Stream) -> None:
         state = self._state
         with self._shared.lock:
+            self._shared.require_outside()
             self._require_open("cuda_stream")
-            if state.status == ACTIVE and stream != state.stream:
-                timeline = self._shared.timeline
-                timeline.wait(stream, timeline.record(state.stream))
-            state.stream = stream
-            state.stream_set = True
+            residency.change_stream(state, stream)
 
     @property
     def finish_event(self) -> object:
@@ -289,6 +286,7 @@ class KVCache:
                 raise LogicError("resume() needs a stream: none was ever given to this cache")
             before = state.stream
             if cuda_stream is not None:
+                self._shared.timeline.record(cuda_stream)  # raises, before anything changes, for a stream that there is not
                 state.stream = cuda_stream
             done = False
             try:

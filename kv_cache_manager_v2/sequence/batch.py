@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.sequence import committing, growth
 from kv_cache_manager_v2.sequence.beams import choose_beams
@@ -44,7 +45,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[i
         elif state.status == CLOSED:
             raise LogicError("commit(): this cache is closed")
         if is_end:
-            committing.stop_committing(state, True)
+            committing.stop_committing(state, True, NULL_POINT)
         conclude(shared)
 
 

@@ -87,10 +87,10 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
     _append_tail(state, tokens, full * size)
     state.committed = after
     if history > state.history:
-        advance_history(state, history)
+        advance_history(state, history, point)
     _release_stale(state, first, len(state.block_tokens))
-    if state.shared.commit_min_snapshot and not is_end:
-        _snapshot(state)
+    if snapshots:
+        _snapshot(state, state_priority)
 
 
 def _append_tail(state: SequenceState, tokens: TokenSequence, beg: int) -> None:
@@ -270,37 +270,39 @@ def _parent(state: SequenceState) -> Block:
     return tip if tip is not None else state.shared.tree.root(state.scope)
 
 
-def stop_committing(state: SequenceState, is_end: bool) -> None:
+def stop_committing(state: SequenceState, is_end: bool, point: Point) -> None:
     """Publish the committed part of the last block from the live page, then give up what only waited for a commit. Idempotent.
 
     With `is_end` the live SSM state becomes the snapshot of the committed length: the caller promises not to write any more.
+    `point` is the end of our work up to now; NULL_POINT if the caller does not know it yet.
     """
     if not state.commit_allowed:
         return
     block = state.tip
+    if state.status == ACTIVE and point == NULL_POINT and (is_end or state.tail_length() > 0):
+        point = state.shared.timeline.record(state.stream)
     if state.tail_beam > 0:
         exchange_beams(state, state.tail_beam)
     if state.tail_length() > 0:
-        block = _publish_tail(state) if not state.borrowed_tail and _parent(state).attached else None
+        block = _publish_tail(state, point) if not state.borrowed_tail and _parent(state).attached else None
     if is_end and block is not None and block.attached:
-        _publish_state(state, block)
+        _publish_state(state, block, point)
     if block is not None and block is not state.tip:
         state.shared.tree.unpin(block)
     state.commit_allowed = False
     _release_stale(state, len(state.block_tokens), state.num_blocks)
 
 
-def _publish_tail(state: SequenceState) -> Block:
+def _publish_tail(state: SequenceState, point: Point) -> Block:
     """The tree gets the live page itself: its owner stays the only writer of what lies past the committed tokens.
 
-    Returns the block, pinned.
+    `point` is the end of our work up to now. Returns the block, pinned.
     """
     shared = state.shared
     covered = state.tail_length()
     block = _insert_tail(state)
     if not _may_have_ours(state, block):
         return block
-    point = shared.timeline.record(state.stream) if state.status == ACTIVE else NULL_POINT
     for lane in state.main_lanes:
         page = lane.pages[len(state.block_tokens)]
         present = block.pages[lane.index]
@@ -311,7 +313,7 @@ def _publish_tail(state: SequenceState) -> Block:
     return block
 
 
-def _publish_state(state: SequenceState, block: Block) -> None:
+def _publish_state(state: SequenceState, block: Block, point: Point) -> None:
     """The tree gets the live SSM state itself, as the snapshot at the end of the committed tokens."""
     if state.recurrence is None:
         return
@@ -324,6 +326,5 @@ def _publish_state(state: SequenceState, block: Block) -> None:
     coverage = covered if covered > 0 else state.tokens_per_block
     if not _is_narrower(block.pages[recurrence.index], coverage) or not _may_have_ours(state, block):
         return
-    if state.status == ACTIVE:
-        page.ready = shared.timeline.merge(page.ready, shared.timeline.record(state.stream))
+    page.ready = shared.timeline.merge(page.ready, point)
     shared.tree.install(block, page, coverage)

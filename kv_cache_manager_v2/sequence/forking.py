@@ -20,6 +20,8 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     """
     shared = state.shared
     twin = SequenceState(shared, state.scope, request_id, state.priority)
+    if state.status == ACTIVE:
+        _mark_written(state)
     snapshot = _copy_state(state)
     size = state.tokens_per_block
     beam = state.last_beam
@@ -41,8 +43,6 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     if state.tip is not None:
         twin.tip = state.tip
         shared.tree.pin(state.tip)
-    if state.status == ACTIVE:
-        _mark_written(state)
     for number, lane in enumerate(twin.lanes):
         _share_pages(state, state.lanes[number], state.lanes[beam * len(twin.lanes) + number], lane, twin.num_blocks)
     twin.settle_counts()

@@ -62,12 +62,15 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     return True
 
 
-def advance_history(state: SequenceState, history: int) -> None:
-    """Settle tokens: pages that fall out of a window go, scratch that is no longer needed too. Needs no page."""
+def advance_history(state: SequenceState, history: int, point: Point) -> None:
+    """Settle tokens: pages that fall out of a window go, scratch that is no longer needed too. Needs no page.
+
+    `point` is the end of our work on them.
+    """
     leaving = pages_leaving(state, history)
     spans = scratch.spans(state, history, state.capacity)
     if leaving or spans:
-        _let_go(state, leaving, spans)
+        _let_go(state, leaving, spans, point)
     state.set_history(history)
 
 
@@ -94,7 +97,7 @@ def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], sp
             state.last_shortage = shortage
             return False
     if leaving or given:
-        _let_go(state, leaving, spans)
+        _let_go(state, leaving, spans, state.shared.timeline.record(state.stream))
         if any(need):
             try:
                 shortage = hierarchy.acquire(need, [])
@@ -137,13 +140,13 @@ def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: li
     return count
 
 
-def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int, int]]) -> None:
-    """Unlock pages that fell out of a window or whose block lies in scratch now, and give back scratch slots.
+def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int, int]], point: Point) -> None:
+    """Unlock pages that fell out of a window or whose block lies in scratch now, and give back scratch slots; `point` is the end of
+    our work on them.
 
     A page whose block may still be committed stays held, so that a later commit can publish it; every other one is given up.
     """
     hierarchy = state.shared.hierarchy
-    point = state.shared.timeline.record(state.stream)
     for item in leaving:
         item.lane.row.set(item.ordinal, BAD_PAGE_INDEX)
         if item.stays_held:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point, Stream
 from kv_cache_manager_v2.reuse.matching import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.sequence import scratch
@@ -186,10 +186,12 @@ def resume(state: SequenceState) -> bool:
     if shortage is not None:
         state.last_shortage = shortage
         return False
-    _lock_all(state, pages)
+    for page in pages:
+        hierarchy.lock_held(page)
     try:
+        _wait_for_all(state, pages)
         _start_private(state)
-    except KVCacheError:  # the device refused a copy: back to where we were
+    except KVCacheError:  # the device refused a wait or a copy: back to where we were
         for page in pages:
             hierarchy.hold_locked(page, NULL_POINT)
         raise
@@ -260,12 +262,11 @@ def _closed_gate(shared: Shared) -> Shortage | None:
     return None
 
 
-def _lock_all(state: SequenceState, pages: list[Page]) -> None:
-    """Turn the hold on each page into a lock; our stream waits until its bytes are there."""
+def _wait_for_all(state: SequenceState, pages: list[Page]) -> None:
+    """Our stream waits until the bytes of each page are there."""
     shared = state.shared
     waited: Point = NULL_POINT
     for page in pages:
-        shared.hierarchy.lock_held(page)
         if page.ready != waited:
             shared.timeline.wait(state.stream, page.ready)
             waited = page.ready
@@ -352,16 +353,32 @@ def _write_row(lane: Lane, history: int) -> None:
 def suspend(state: SequenceState) -> None:
     """Turn every lock into a hold. Needs no room anywhere: pages stay where they are until somebody needs their slots."""
     shared = state.shared
-    point = shared.timeline.record(state.stream)
+    _suspend_at(state, shared.timeline.record(state.stream))
+    if shared.ledger.enabled and not state.excluded():
+        shared.ledger.suspended += 1
+
+
+def _suspend_at(state: SequenceState, point: Point) -> None:
     for lane in state.lanes:
         lane.row.detach()
         lane.row.blank()
     scratch.give_back_all(state, point)
     for page in live_pages(state):
-        shared.hierarchy.hold_locked(page, point)
+        state.shared.hierarchy.hold_locked(page, point)
     state.status = SUSPENDED
-    if shared.ledger.enabled and not state.excluded():
-        shared.ledger.suspended += 1
+
+
+def change_stream(state: SequenceState, stream: Stream) -> None:
+    """Use another stream from now on, which waits for the one before. Raises, with nothing changed, for one that there is not."""
+    timeline = state.shared.timeline
+    timeline.record(stream)
+    if state.status == ACTIVE and stream != state.stream:
+        try:
+            timeline.wait(stream, timeline.record(state.stream))
+        except KVCacheError:  # the stream before is gone
+            state.shared.driver.synchronize()
+    state.stream = stream
+    state.stream_set = True
 
 
 def is_loaded(state: SequenceState) -> bool:
@@ -396,12 +413,18 @@ def close(state: SequenceState) -> None:
     if state.status == CLOSED:
         return
     shared = state.shared
+    point = NULL_POINT
+    if state.status == ACTIVE:
+        try:
+            point = shared.timeline.record(state.stream)
+        except KVCacheError:
+            _leave_stream(state)
     if state.provision is not None:
         state.check_transfers()
     if state.lost:
         state.commit_allowed = False
     else:
-        stop_committing(state, False)
+        stop_committing(state, False, point)
     if state.provision is not None:
         shared.provisions.append(state.provision)
         state.provision = None
@@ -410,7 +433,7 @@ def close(state: SequenceState) -> None:
     for lane in state.lanes:
         lane.row.blank()
         lane.row.detach()
-    _give_up_pages(state)
+    _give_up_pages(state, point)
     if state.tip is not None:
         shared.tree.unpin(state.tip)
         state.tip = None
@@ -423,12 +446,22 @@ def close(state: SequenceState) -> None:
         shared.ledger.dirty.discard(state.request_id)
 
 
-def _give_up_pages(state: SequenceState) -> None:
-    """Unlock or release all pages, the last block's first."""
-    shared = state.shared
-    hierarchy = shared.hierarchy
+def _leave_stream(state: SequenceState) -> None:
+    """The stream of a running request is gone, or the device fails: wait until nothing is under way, and do without the stream.
+
+    If not even that can be had, nobody knows what was written: nothing more is published.
+    """
+    try:
+        state.shared.driver.synchronize()
+    except KVCacheError:
+        state.commit_allowed = False
+    _suspend_at(state, NULL_POINT)
+
+
+def _give_up_pages(state: SequenceState, point: Point) -> None:
+    """Unlock or release all pages, the last block's first; `point` is the end of our work on them."""
+    hierarchy = state.shared.hierarchy
     active = state.status == ACTIVE
-    point = shared.timeline.record(state.stream) if active else NULL_POINT
     scratch.give_back_all(state, point)
     stale = [lane.stale(state.history) for lane in state.lanes]
     for ordinal in range(state.num_blocks - 1, -1, -1):
