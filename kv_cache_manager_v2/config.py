@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, SupportsIndex
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.doors import whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
@@ -35,10 +35,7 @@ _SINKS: Final = "num_sink_tokens"
 
 def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
     """Make the field an int not below `low`; any integer type is accepted (numpy's too), bool is not."""
-    value: object = getattr(record, field)
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ConfigError(f"{field}{owner} is {value!r}; it must be an integer")
-    number = operator.index(value)
+    number = whole(getattr(record, field), f"{field}{owner}")
     if number < low:
         raise ConfigError(f"{field}{owner} is {number}; it must be at least {low}")
     setattr(record, field, number)

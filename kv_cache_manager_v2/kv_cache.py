@@ -10,9 +10,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, SupportsIndex
 
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
+from kv_cache_manager_v2.doors import request_id, whole_or_none
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, CacheLevel, LayerGroupId, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
@@ -196,7 +197,7 @@ class KVCache:
         if not self.resize(None, value):
             raise OutOfPagesError(f"no pages for history_length {value}: {self._state.last_shortage}")
 
-    def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
+    def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
         False means a shortage of pages: nothing changed, `last_shortage` says what is missing; suspend another request and retry.
@@ -204,13 +205,13 @@ class KVCache:
         O(1) inside a block, else O(blocks that come, go or fall out of a window).
         """
         state = self._state
-        if capacity is not None and history_length is None and growth.stay_inside_block(state, capacity):
+        if type(capacity) is int and history_length is None and growth.stay_inside_block(state, capacity):
             return True
-        return batch.resize(state, capacity, history_length)
+        return batch.resize(state, whole_or_none(capacity, "capacity"), whole_or_none(history_length, "history_length"))
 
     # --- commit
 
-    def commit(self, tokens: object, beam_search_indices: Sequence[int] | None = None, is_end: bool = False) -> None:
+    def commit(self, tokens: object, beam_search_indices: Sequence[SupportsIndex] | None = None, is_end: bool = False) -> None:
         """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
         int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
         committed count.
@@ -343,7 +344,7 @@ class KVCache:
             tidy(self._shared)
             conclude(self._shared)
 
-    def fork(self, id: int | None = None) -> KVCache:
+    def fork(self, id: SupportsIndex | None = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
         first resume.
 
@@ -354,7 +355,7 @@ class KVCache:
             tidy(self._shared)
             self._require_open("fork()")
             self._state.require(self._state.status, "fork()")
-            twin = forking.fork(self._state, id)
+            twin = forking.fork(self._state, request_id(id))
             self._shared.enter(twin)
             conclude(self._shared)
         return KVCache(self._manager, twin)
@@ -465,7 +466,9 @@ class KVCache:
 _KVCache = KVCache
 
 
-def resize_batch(caches: Sequence[KVCache], capacities: Sequence[int], histories: Sequence[int] | None = None) -> int:
+def resize_batch(
+    caches: Sequence[KVCache], capacities: Sequence[SupportsIndex], histories: Sequence[SupportsIndex] | None = None
+) -> int:
     """`caches[i].resize(capacities[i], histories[i])` from the front until one returns False; how many were done.
 
     Each is atomic and the rest is untouched: equal to the loop in lengths, pages, statistics and events. Raises as `resize`

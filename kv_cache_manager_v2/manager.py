@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.counters import (
@@ -21,9 +21,9 @@ from kv_cache_manager_v2.counters import (
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.doors import request_id
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import (
-    UNSIGNED_64_LIMIT,
     CacheLevel,
 )
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -120,7 +120,7 @@ class KVCacheManager(ManagerViews):
         self,
         reuse_scope: ReuseScope | None = None,
         input_tokens: object = None,
-        id: int | None = None,
+        id: SupportsIndex | None = None,
         custom_priority_callback: PriorityCallback | None = None,
         expected_prompt_length: int | None = None,
         text_only: bool | None = None,
@@ -133,8 +133,7 @@ class KVCacheManager(ManagerViews):
         evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for bad tokens, an id or a scope out of
         range.
         """
-        if id is not None and not 0 <= id < UNSIGNED_64_LIMIT:
-            raise ConfigError(f"id {id} is out of range: it must be in 0..2**64-1, or None")
+        number = request_id(id)
         if expected_prompt_length is not None and expected_prompt_length < 0:
             raise ConfigError(f"expected_prompt_length {expected_prompt_length} is negative; leave it out if it is not known")
         if custom_priority_callback is not None and not callable(custom_priority_callback):
@@ -147,7 +146,7 @@ class KVCacheManager(ManagerViews):
         with shared.lock:
             self._require_up("create_kv_cache()")
             tidy(self._shared)
-            state = SequenceState(shared, scope, id, custom_priority_callback)
+            state = SequenceState(shared, scope, number, custom_priority_callback)
             state.text_only = plain
             if self._config.enable_stats or enable_request_stats:
                 if expected_prompt_length is None and tokens is not None:

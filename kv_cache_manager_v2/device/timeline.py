@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
 
 SEQUENCE_BITS: Final = 40  # a million records a second last 12 days on one stream ...
@@ -200,15 +200,14 @@ class Timeline:
 
     def _poll(self, line: _Line) -> None:
         """Recycle the leading events that are complete."""
-        driver = self._driver
         events = line.events
         head = line.head
         count = len(events)
-        while head < count and driver.query_event(events[head]):
+        while head < count and self._is_complete(events[head]):
             self._free_events.append(events[head])
             head += 1
-            line.head = head  # at once: a query that raises must not lose what was found
             line.completed += 1
+        line.head = head
         if head == count:
             if head > 0:
                 events.clear()
@@ -216,6 +215,14 @@ class Timeline:
         elif head >= _COMPACT_FROM and 2 * head >= count:
             del events[:head]
             line.head = 0
+
+    def _is_complete(self, event: int) -> bool:
+        """Whether an event is known to be complete. A device that refuses to say is not asked to fail here, in the middle of
+        somebody's bookkeeping: the next record, wait or synchronisation reports what is wrong with it."""
+        try:
+            return self._driver.query_event(event)
+        except KVCacheError:
+            return False
 
     def _make_room(self, line: _Line) -> None:
         self._poll(line)

@@ -7,7 +7,9 @@ own cost in the caller's interpreter, and takes the lock once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
+from kv_cache_manager_v2.doors import as_list, whole
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
@@ -30,7 +32,7 @@ def resize(state: SequenceState, capacity: int | None, history: int | None) -> b
     return done
 
 
-def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[int] | None, is_end: bool) -> None:
+def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[SupportsIndex] | None, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
     shared = state.shared
     with shared.lock:
@@ -40,7 +42,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[i
             committing.check_commit(state, tokens.num_tokens)
             beams: list[int] = []
             if state.width > 1 or beam_indices is not None:
-                beams = choose_beams(state, tokens.num_tokens, beam_indices)
+                beams = choose_beams(state, tokens.num_tokens, _beam_list(beam_indices))
             committing.commit(state, tokens, beams, is_end)
         elif state.status == CLOSED:
             raise LogicError("commit(): this cache is closed")
@@ -49,23 +51,29 @@ def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[i
         conclude(shared)
 
 
-def resize_all(states: list[SequenceState], capacities: Sequence[int], histories: Sequence[int] | None) -> int:
+def _beam_list(indices: Sequence[SupportsIndex] | None) -> list[int] | None:
+    return None if indices is None else [whole(item, "beam_search_indices") for item in as_list(indices)]
+
+
+def resize_all(states: list[SequenceState], capacities: Sequence[object], histories: Sequence[object] | None) -> int:
     """Resize from the front until one is short of pages; how many were done."""
     count = len(states)
     if len(capacities) != count or (histories is not None and len(histories) != count):
         raise ConfigError(f"{count} caches need {count} capacities, and as many histories if any are given")
     if count == 0:
         return 0
+    wanted = as_list(capacities)
+    settled = as_list(histories) if histories is not None else None
     with states[0].shared.lock:
         for index in range(count):
             state = states[index]
-            capacity = capacities[index]
-            if histories is None:
+            capacity = whole(wanted[index], "capacity")
+            if settled is None:
                 if growth.stay_inside_block(state, capacity):
                     continue
                 if not resize(state, capacity, None):
                     return index
-            elif not resize(state, capacity, histories[index]):
+            elif not resize(state, capacity, whole(settled[index], "history_length")):
                 return index
     return count
 
@@ -77,9 +85,10 @@ def commit_all(states: list[SequenceState], tokens: Sequence[object]) -> None:
         raise ConfigError(f"{count} caches need {count} token lists, got {len(tokens)}")
     if count == 0:
         return
+    items = as_list(tokens)
     with states[0].shared.lock:
         for index in range(count):
-            item = tokens[index]
+            item = items[index]
             if type(item) is int:
                 if committing.append_inside_block(states[index], item):
                     continue

@@ -5,14 +5,19 @@ Rule: finalisers and file transfers only leave notes. They are worked off here, 
 
 from __future__ import annotations
 
+import logging
 import warnings
+from typing import Final
 
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
+from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 from kv_cache_manager_v2.sequence.planned_drops import withdraw
 from kv_cache_manager_v2.sequence.residency import close
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SequenceState, Shared
 from kv_cache_manager_v2.storage.page import Page
+
+_log: Final = logging.getLogger(__name__)
 
 
 def tidy(shared: Shared) -> None:
@@ -26,13 +31,8 @@ def tidy(shared: Shared) -> None:
         shared.ledger.note_peaks()
     if not (shared.abandoned or shared.discarded_plans or shared.provisions or shared.hierarchy.transfers_in_flight > 0):
         return
-    while shared.abandoned:
-        state = shared.abandoned.pop()
-        if state.status != CLOSED:
-            warnings.warn(
-                f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=2
-            )
-            close(state)
+    if shared.abandoned:
+        _close_abandoned(shared)
     while shared.discarded_plans:
         withdraw(shared, shared.discarded_plans.pop())
     if shared.hierarchy.transfers_in_flight > 0:
@@ -41,6 +41,23 @@ def tidy(shared: Shared) -> None:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
     if shared.ledger.enabled:  # what was given up just now may be taken again by the call itself
         shared.ledger.note_peaks()
+
+
+def _close_abandoned(shared: Shared) -> None:
+    """Close what nobody holds any more. If the device refuses, the next call tries again: whoever calls now has done nothing
+    wrong."""
+    states = shared.abandoned
+    shared.abandoned = []
+    for state in states:
+        if state.status == CLOSED:
+            continue
+        try:
+            close(state)
+        except KVCacheError as error:
+            _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", state.request_id, error)
+            shared.abandoned.append(state)
+            continue
+        warnings.warn(f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=3)
 
 
 def conclude(shared: Shared) -> None:

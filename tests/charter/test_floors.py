@@ -14,6 +14,7 @@ SOURCES = Path(__file__).resolve().parent.parent.parent / PACKAGE
 FLOORS = {
     "ids": 0,
     "errors": 0,
+    "doors": 0,
     "build": 0,
     "config": 1,
     "listener": 1,
