@@ -390,14 +390,13 @@ class RadixTree:
     def _drop_subtree(self, top: Block) -> None:
         """Forget all blocks from `top` on, which its parent no longer lists; parents are reported first."""
         gone = _subtree(top)
-        for block in gone:
-            if block.ordinal >= 0:
-                self._tell_removed(block)
+        for block in gone if top.ordinal >= 0 else gone[1:]:  # a root is no block
+            self._tell_removed(block)
+        top.attached = False
         for block in gone:
             pages = block.pages
             if block.ordinal >= 0:
                 self._let_go(block)
-            block.attached = False
             if isinstance(block.children, Branch):
                 fan.dismantle(block.children)
             block.children = None

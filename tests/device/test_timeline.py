@@ -223,7 +223,7 @@ def test_everything_is_bounded() -> None:
 
 
 def test_a_refused_call_changes_nothing() -> None:
-    """A record that the driver refuses loses no event; a query that it refuses loses no point."""
+    """A record that the driver refuses loses no event; a query that it refuses says not done, as far as anybody knows."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         r.driver.fail("create_event")
@@ -239,8 +239,7 @@ def test_a_refused_call_changes_nothing() -> None:
         point = timeline.record(r.streams[0])
         assert r.driver.events_live == 1
         r.driver.fail("query_event")
-        with pytest.raises(CuError, match="query_event"):
-            timeline.done(point)
+        assert not timeline.done(point)
         assert timeline.done(point)
         closed_rig_timeline(r, timeline)
 

@@ -20,8 +20,9 @@ def test_numpy_integers_are_lengths_and_ids() -> None:
         assert caches[0].resize(np.int64(4), np.uint8(2))
         assert type(caches[0].capacity) is int
         assert type(caches[0].history_length) is int
-        assert resize_batch(caches, np.array([8, 7]), np.array([4, 4])) == 2
-        commit_batch(caches, np.array([5, 6]))
+        arrays = np.array([8, 7]), np.array([4, 4]), np.array([5, 6])  # to a type checker no sequences, but taken as such
+        assert resize_batch(caches, arrays[0], arrays[1]) == 2  # type: ignore[arg-type]
+        commit_batch(caches, arrays[2])  # type: ignore[arg-type]
         assert [cache.committed_tokens for cache in caches] == [[5], [6]]
         for cache in caches:
             cache.close()
