@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -32,7 +32,7 @@ class KVCacheManager(ManagerViews):
         self,
         reuse_scope: ReuseScope | None = None,
         input_tokens: object = None,
-        id: int | None = None,
+        id: SupportsIndex | None = None,
         custom_priority_callback: PriorityCallback | None = None,
         expected_prompt_length: int | None = None,
         text_only: bool | None = None,
