@@ -279,6 +279,7 @@ class KVCacheManager(ManagerViews):
     def check_invariants(self) -> None:
         """Assert every invariant of every structure. O(everything)."""
         with self._shared.lock:
+            self._require_up("check_invariants()")
             check_everything(self._shared)
 
     def _match(self, scope: ReuseScope, tokens: TokenSequence) -> Match:

@@ -106,11 +106,17 @@ class Hierarchy(PageKeeper):
 
     def base_address(self, level: int, pool_group: int, pool: int) -> int:
         """Address of slot 0 in a pool; constant for the manager's life on the GPU. On disk: an offset in the pool's file."""
+        self._require_memory()
         return self.places.by_cell[self.levels.cell(level, pool_group)].arenas[pool].address(0)
 
     def slot_address(self, level: int, pool_group: int, pool: int, slot: int) -> int:
         """Address of a slot in a pool."""
+        self._require_memory()
         return self.places.by_cell[self.levels.cell(level, pool_group)].arenas[pool].address(slot)
+
+    def _require_memory(self) -> None:
+        if self._closed:
+            raise LogicError("the manager has been shut down: its memory is gone")
 
     # --- one page
 

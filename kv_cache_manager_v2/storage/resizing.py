@@ -114,7 +114,17 @@ def _try_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float
 
 
 def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[ResizeResult]:
-    """Resize all levels, the coldest first, or none: after a refusal, which is the last result, every level has its old size."""
+    """Resize all levels, the coldest first, or none: after a refusal, which is the last result, every level has its old size.
+
+    Whether all of them fit is decided on counts before any is touched, so that a refusal moves no page; only what the device
+    refuses on the way is found later.
+    """
+    if hierarchy.settling.in_flight > 0:
+        hierarchy.settling.wait()
+        hierarchy.settle()
+    refused = _refuse_levels(hierarchy, sizings)
+    if refused is not None:
+        return [refused]
     before = hierarchy.sizings.copy()
     results: list[ResizeResult] = []
     done: list[int] = []
@@ -129,6 +139,24 @@ def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[
             for level in reversed(done):
                 resize_level(hierarchy, level, before[level])
     return results
+
+
+def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> ResizeResult | None:
+    """Why the levels cannot all have these sizes: what must be kept on a level can move to colder ones only, so it must fit
+    into the slots of its level and of those below it, taken together (Hall's condition for chains)."""
+    levels = hierarchy.levels
+    for group in range(hierarchy.num_groups):
+        kept = 0
+        room = 0
+        for level in range(hierarchy.num_levels - 1, -1, -1):
+            queue = levels.queues[levels.cell(level, group)]
+            kept += levels.total(level, group) - levels.free(level, group) - (queue.length - queue.held)
+            room += sizings[level].slots[group]
+            if kept > room:
+                old = [levels.total(level, other) for other in range(hierarchy.num_groups)]
+                text = f"{kept - room} pages of pool group {group} on level {level} and colder must be kept and would find no slot"
+                return ResizeResult(level, old, sizings[level].slots).refuse(text, group, kept - room)
+    return None
 
 
 class _Resize:

@@ -33,3 +33,20 @@ def test_a_block_that_ends_with_open_caches_says_so() -> None:
     cache.close()
     manager.shutdown()
     driver.close()
+
+
+def test_addresses_are_gone_with_the_manager() -> None:
+    """Whoever asks for memory after shutdown is told so."""
+    driver = EmulatedDriver()
+    manager = KVCacheManager(small(4), driver=driver)
+    buffer = manager.all_buffer_ids[0]
+    manager.shutdown()
+    for question in (
+        lambda: manager.get_mem_pool_base_address(buffer.layer_id, buffer.role),
+        lambda: manager.pool_group_descs,
+        lambda: manager.get_aggregated_pages([buffer]),
+        manager.check_invariants,
+    ):
+        with pytest.raises(LogicError, match="shut down"):
+            question()
+    driver.close()

@@ -167,15 +167,34 @@ def test_device_failure_restores_every_size(rigs: list[Rig], call: str, nth: int
 
 
 def test_all_levels_or_none(rigs: list[Rig]) -> None:
-    """The GPU cannot give up its held pages, so the host level, resized before, gets its old size back."""
+    """The GPU cannot give up its held pages, so the host level is not touched either."""
     rig = Rig([[4], [4]])
     rigs.append(rig)
     for i in range(8):
         rig.held(i)
     results = resize_levels(rig.hierarchy, [sizing_of(rig, 0, [2]), sizing_of(rig, 1, [5])])
-    assert [bool(result) for result in results] == [True, False]
+    assert [bool(result) for result in results] == [False]
+    assert (results[0].level, results[0].missing) == (0, 1)
     rig.check()
     assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [4, 4]
+
+
+def test_refused_levels_keep_their_pages(rigs: list[Rig]) -> None:
+    """Two host pages would have had to go for a host level of 2; the GPU is then refused, so they stay, in their order."""
+    rig = Rig([[4], [4]])
+    rigs.append(rig)
+    cached = [rig.cached(i) for i in range(4)]
+    held = [rig.held(i) for i in range(4, 8)]
+    order = rig.order(1)
+    assert order == cached
+    refused = resize_levels(rig.hierarchy, [sizing_of(rig, 0, [1]), sizing_of(rig, 1, [2])])
+    assert not refused[-1]
+    assert rig.order(1) == order
+    assert all(page.alive() for page in cached + held)
+    assert all(resize_levels(rig.hierarchy, [sizing_of(rig, 0, [2]), sizing_of(rig, 1, [2])]))
+    assert [page.level for page in held] == [1, 1, 0, 0]
+    for i, page in enumerate(held, start=4):
+        rig.expect(page, i)
 
 
 def test_work_in_flight_is_waited_for(rigs: list[Rig]) -> None:
