@@ -160,8 +160,8 @@ def _adopt(state: SequenceState, lane: Lane, ordinal: int, ours: Page, theirs: P
     shared = state.shared
     hierarchy = shared.hierarchy
     if theirs.level > 0:
-        if ours.locks + ours.holds > 1:
-            return  # a fork shares it: it stays private to the two
+        if ours.locks + ours.holds > 1 or state.provision is not None:
+            return  # a fork shares it, or it builds on bytes that may yet prove wrong: it stays private
         ours.ready = shared.timeline.merge(ours.ready, point)
         hierarchy.take_over(theirs, ours)
     else:

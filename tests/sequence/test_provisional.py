@@ -83,3 +83,26 @@ def test_a_block_that_somebody_else_computed_survives_a_failed_load(tmp_path: ob
             cache.resize(16)
         cache.close()
         assert rig.probe(toks(0, 16)) == 16
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_uncertain_bytes_never_replace_good_ones(hangs: bool, tmp_path: object) -> None:
+    """Windows of 8, all four blocks on disk. A request that reads blocks 0 and 1 commits block 2 again: its GPU page is taken
+    over by the cold block, unless the load under it may yet fail."""
+    config = small(8, kinds=((8, 0),), host_slots=8, disk=(str(tmp_path), 16))
+    with Rig(config, engine=False) as rig:
+        seed(rig, toks(0, 16))
+        for tag in (100, 200, 300, 400):
+            seed(rig, toks(tag, tag + 16))
+        cache = on_disk(rig, toks(0, 8))
+        hanging = rig.driver.hang("read_file", nth=2) if hangs else None
+        assert cache.resume(rig.stream)
+        assert cache.resize(12)
+        cache.commit(toks(8, 12))
+        assert sum(rig.manager.movement.taken_over) == (0 if hangs else 1)
+        if hanging is not None:
+            time_out(cache)
+            hanging.open()
+            rig.driver.synchronize()
+        cache.close()
+        assert rig.probe(toks(0, 16)) == 16
