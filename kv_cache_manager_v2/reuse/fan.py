@@ -60,7 +60,7 @@ def nearest(fan: Fan, data: bytes, beg: int, end: int) -> Leaf:
     """A leaf that shares the longest run with data[beg:end]; O(depth)."""
     node = fan
     while isinstance(node, Branch):
-        at = beg + node.byte
+        at: int = beg + int(node.byte)
         node = node.high if at < end and data[at] & node.mask else node.low
     return node
 
@@ -164,7 +164,7 @@ def best_leaf(
     node = fan
     while isinstance(node, Branch):
         way.append(node)
-        at = first + node.byte
+        at: int = first + int(node.byte)
         node = node.high if at < last and data[at] & node.mask else node.low
     shared = common_bytes(node.tokens, data, first, last)
     depth = len(way)
@@ -183,7 +183,7 @@ def best_leaf(
             break
         depth -= 1
         branch = way[depth]
-        at = first + branch.byte
+        at = first + int(branch.byte)
         node = branch.low if data[at] & branch.mask else branch.high  # the other side
         run = min(most, sequence.whole_tokens(at) - beg)
     if found is None:

@@ -343,7 +343,7 @@ class RadixTree:
 
     def _recount(self, block: Block) -> None:
         """Recompute what matching wants to know of the block's pages."""
-        num_tokens = block.num_tokens
+        num_tokens: int = block.num_tokens  # not i32, as the attribute is: positions are shifted by below
         covered = 0
         reach = num_tokens
         snapshot = num_tokens + 1  # the position at which all snapshots are; 0 if one is missing or they differ
