@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +24,7 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
 _PATH: Final = "path"
+_ROLE: Final = "role"
 _OVERRIDE: Final = "tokens_per_block_override"
 _WINDOW: Final = "sliding_window_size"
 _SINKS: Final = "num_sink_tokens"
@@ -39,6 +40,23 @@ def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
     if number < low:
         raise ConfigError(f"{field}{owner} is {number}; it must be at least {low}")
     setattr(record, field, number)
+
+
+def _check_kind(record: object, field: str, kind: type, owner: str = "") -> None:
+    """Refuse a field that is neither None nor such a record."""
+    value: object = getattr(record, field)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{field}{owner} is {value!r}; it must be a {kind.__name__}, or None")
+
+
+def _check_list(record: object, field: str, kind: type, owner: str = "") -> None:
+    """Refuse a field that is not a list of such records: one of them alone, or something else among them."""
+    value: object = getattr(record, field)
+    if not isinstance(value, Collection):
+        raise ConfigError(f"{field}{owner} is {value!r}; it must be a list of {kind.__name__}")
+    for position, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise ConfigError(f"{field}{owner} has {item!r} at position {position}; each item must be a {kind.__name__}")
 
 
 def _real(value: object, field: str) -> float:
@@ -60,7 +78,7 @@ def _check_real(record: object, field: str) -> float:
 class CacheTierConfig(ABC):
     """One level of memory: its kind and how many bytes all pools of the level may take together."""
 
-    quota: int  # bytes
+    quota: int  # bytes; rounded up to whole grains (on the GPU 2 MiB or more), and to the minimum: see strict_quota
 
     def __post_init__(self) -> None:
         self.validate()
@@ -130,7 +148,10 @@ class BufferConfig:
         self.validate()
 
     def validate(self) -> None:
-        owner = f" of buffer {self.role!r}"
+        role: object = getattr(self, _ROLE)
+        if not isinstance(role, str):
+            raise ConfigError(f'role of a buffer is {role!r}; it must be a string, such as "key"')
+        owner = f" of buffer {role!r}"
         _check_whole(self, "size", 1, owner)
         if getattr(self, _OVERRIDE) is not None:
             _check_whole(self, _OVERRIDE, 1, owner)
@@ -161,6 +182,7 @@ class LayerConfig(ABC):
 
     def validate(self) -> None:
         _check_whole(self, "layer_id", 0)
+        _check_list(self, "buffers", BufferConfig, f" of layer {self.layer_id}")
         if len(self.buffers) == 0:
             raise ConfigError(f"layer {self.layer_id} has no buffers; give it at least one")
         roles: set[str] = set()
@@ -264,6 +286,7 @@ class BatchDesc:
 
     def validate(self) -> None:
         _check_whole(self, "system_prompt_length", 0, " of BatchDesc")
+        _check_list(self, "kv_caches", KVCacheDesc, " of BatchDesc")
         for desc in self.kv_caches:
             desc.validate()
 
@@ -336,6 +359,9 @@ class KVCacheManagerConfig:
             raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
         _check_whole(self, "reuse_match_backoff", 0)
         _check_whole(self, "miss_history", 0)
+        _check_list(self, "constraints", BatchDesc)
+        _check_kind(self, "typical_step", BatchDesc)
+        _check_kind(self, "swa_scratch_reuse", SwaScratchReuseConfig)
         for batch in self.constraints:
             batch.validate()
         if self.typical_step is not None:
@@ -348,6 +374,7 @@ class KVCacheManagerConfig:
             raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
 
     def _validate_tiers(self) -> None:
+        _check_list(self, "cache_tiers", CacheTierConfig)
         if len(self.cache_tiers) == 0 or self.cache_tiers[0].tier != CacheTier.GPU_MEM:
             raise ConfigError("cache_tiers must begin with a GpuCacheTierConfig")
         warmest = CacheTier.GPU_MEM
@@ -361,6 +388,7 @@ class KVCacheManagerConfig:
             warmest = tier_config.tier
 
     def _validate_layers(self) -> None:
+        _check_list(self, "layers", LayerConfig)
         if len(self.layers) == 0:
             raise ConfigError("layers is empty; a model has at least one layer")
         seen: set[int] = set()

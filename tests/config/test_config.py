@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,30 @@ def test_tiers(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(ConfigError, match="must be an existing directory"):
         DiskCacheTierConfig(1, str(missing))
+
+
+def test_what_is_no_list_of_the_right_records_is_named() -> None:
+    """One record in the place of a list, or something else in a list, is refused with the field, the value and what is right."""
+    gpu, layer, buffer = GpuCacheTierConfig(MIB), attention(0, 64), BufferConfig("key", 64)
+    mistakes: list[tuple[Callable[[], object], str]] = [
+        (lambda: KVCacheManagerConfig(32, gpu, [layer]), "cache_tiers is GpuCacheTierConfig(quota="),  # type: ignore[arg-type]
+        (lambda: KVCacheManagerConfig(32, [MIB], [layer]), "cache_tiers has 1048576 at position 0"),  # type: ignore[list-item]
+        (lambda: KVCacheManagerConfig(32, [gpu], 4), "layers is 4; it must be a list of LayerConfig"),  # type: ignore[arg-type]
+        (lambda: KVCacheManagerConfig(32, [gpu], [layer, 1]), "layers has 1 at position 1; each item must be a LayerConfig"),  # type: ignore[list-item]
+        (lambda: AttentionLayerConfig(7, buffer), "buffers of layer 7 is BufferConfig(role='key'"),  # type: ignore[arg-type]
+        (lambda: AttentionLayerConfig(7, [("key", 64)]), "buffers of layer 7 has ('key', 64) at position 0"),  # type: ignore[list-item]
+        (lambda: BufferConfig(64, "key"), "role of a buffer is 64; it must be a string"),  # type: ignore[arg-type]
+        (lambda: BatchDesc([10]), "kv_caches of BatchDesc has 10 at position 0"),  # type: ignore[list-item]
+        (lambda: KVCacheManagerConfig(32, [gpu], [layer], constraints=[1]), "constraints has 1 at position 0"),  # type: ignore[list-item]
+        (lambda: KVCacheManagerConfig(32, [gpu], [layer], typical_step=8), "typical_step is 8; it must be a BatchDesc"),  # type: ignore[arg-type]
+        (
+            lambda: KVCacheManagerConfig(32, [gpu], [layer], swa_scratch_reuse=True),  # type: ignore[arg-type]
+            "swa_scratch_reuse is True; it must be a SwaScratchReuseConfig, or None",
+        ),
+    ]
+    for make, text in mistakes:
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            make()
 
 
 def test_tier_order(tmp_path: Path) -> None:
