@@ -158,6 +158,13 @@ class MovementCounters:
         self.adopted: list[int] = [0] * num_life_cycles  # own pages given up at a commit for the GPU page of an identical block
         self.taken_over: list[int] = [0] * num_life_cycles  # colder pages of identical blocks that got a committed page's GPU slot
 
+    def __repr__(self) -> str:
+        levels = range(len(self.dropped[0]) if self.dropped else 0)
+        moved = [f"{a}->{b}: {self.pages_moved(a, b)}" for a in levels for b in levels if self.pages_moved(a, b) > 0]
+        dropped = [f"{level}: {self.pages_dropped(level)}" for level in levels if self.pages_dropped(level) > 0]
+        rest = f"lost {sum(self.lost)}, adopted {sum(self.adopted)}, taken over {sum(self.taken_over)}"
+        return f"<pages moved between levels {{{', '.join(moved)}}}, dropped {{{', '.join(dropped)}}}, {rest}>"
+
     def pages_moved(self, source: int, destination: int) -> int:
         """Pages moved from one level to another, all life cycles together."""
         return sum([table[source][destination] for table in self.moved])

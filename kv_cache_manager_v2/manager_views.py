@@ -153,7 +153,8 @@ class ManagerViews:
     # --- statistics
 
     def get_committed_stats(self) -> KVCacheStatsDelta:
-        """Totals since construction, attention layers only; they never fall. A copy."""
+        """Totals since construction of what requests handed in with `KVCache.commit_pending_stats`, and of loads from colder tiers;
+        attention layers only. They never fall. A copy."""
         with self._shared.lock:
             return self._ledger.committed()
 

@@ -38,6 +38,7 @@ def test_a_drop_from_the_host_is_the_host_s() -> None:
         seed(rig, 0, 8)
         press(rig, 2)
         assert iteration(rig).iter_offload_blocks == 2
+        assert str(rig.manager.movement).startswith("<pages moved between levels {0->1: 2}, dropped {}, lost 0")
         seed(rig, 100, 108)
         press(rig, 2)
         delta = iteration(rig)
