@@ -62,7 +62,7 @@ class KVCacheManager(ManagerViews):
         cold_page_codec: object = None,
         *,
         driver: Driver | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._down = True  # until all of it stands, a finaliser has nothing to do
         if cold_page_codec is not None:
@@ -88,7 +88,7 @@ class KVCacheManager(ManagerViews):
         self._tree = RadixTree(
             layout.life_cycles, layout.tokens_per_block, hierarchy, listener, make_block_keys(config.block_key_hash)
         )
-        self._tuner = Tuner(layout, config, sizings, clock)
+        self._tuner = Tuner(layout, config, sizings, clock if clock is not None else time.monotonic)
         debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
         ledger = Ledger(config.enable_stats, layout, hierarchy)
         super().__init__(

@@ -90,6 +90,14 @@ def test_command_line_without_any_extra(environment: CleanEnvironment, tested_bu
     assert report["build"] == build
 
 
+def test_the_manager_shows_its_own_signature(environment: CleanEnvironment) -> None:
+    """`help` and `inspect` show what the constructor takes; compiled, a default that is no literal would hide that."""
+    done = environment.run(
+        "import inspect, kv_cache_manager_v2 as kvcm; print(list(inspect.signature(kvcm.KVCacheManager).parameters))"
+    )
+    assert done.strip() == "['config', 'event_manager', 'cold_page_codec', 'driver', 'clock']"
+
+
 def test_type_checkers_see_the_stubs(environment: CleanEnvironment, tmp_path: Path) -> None:
     """A user's strictly checked program finds the package typed, and by its public stubs where a module has one."""
     program = tmp_path / "program.py"
