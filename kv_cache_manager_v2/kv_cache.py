@@ -363,7 +363,8 @@ class KVCache:
     # --- statistics
 
     def commit_pending_stats(self) -> KVCacheStatsDelta:
-        """Add what this request took and found since the last call to the manager's statistics, and return it.
+        """Add what this request took and found since the last call to the manager's statistics, and return it; before `close()`,
+        which forgets what was not committed.
 
         Zero for dummies, and while nobody counts: `enable_stats` of the manager and `enable_request_stats` of the cache are off.
         """
@@ -377,9 +378,9 @@ class KVCache:
 
     # --- page indices
 
-    def get_base_page_indices(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> object:
-        """The live int32 array of base page indices, one a block: ours, or the buffer that was set. BAD_PAGE_INDEX where there
-        is no page."""
+    def get_base_page_indices(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> Sequence[int]:
+        """The live int32 array of base page indices, one a block: ours (an `array`), or the buffer that was set, itself.
+        BAD_PAGE_INDEX where there is no page."""
         return self._row(layer_group_id, beam_idx).live()
 
     def set_base_page_index_buf(self, beam_idx: int, layer_group_id: LayerGroupId, buf: object) -> None:

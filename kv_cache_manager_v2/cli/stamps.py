@@ -7,8 +7,7 @@ A recurrent state has the fingerprint of the last token that went into it: it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES
@@ -90,7 +89,7 @@ class _Lane:
         size = self._tokens_per_block
         first = beg // size
         last = -(-end // size)
-        base_indices = cast("Sequence[int]", cache.get_base_page_indices(self._group))
+        base_indices = cache.get_base_page_indices(self._group)
         indices = self._convert(base_indices[first:last])
         stale_beg, stale_end = self._kind.stale(cache.history_length, size)
         pieces: list[Piece] = []

@@ -7,7 +7,8 @@ index that can be read is an index that may be used.
 from __future__ import annotations
 
 from array import array
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
@@ -34,9 +35,9 @@ class IndexRow:
         self.attached: object = None  # the object that the engine passed, which reads give back
         self.length = 0  # blocks
 
-    def live(self) -> object:
+    def live(self) -> Sequence[int]:
         """The object that changes as the request does: the engine's buffer, or our array."""
-        return self.attached if self.buffer is not None else self.own
+        return cast("Sequence[int]", self.attached) if self.buffer is not None else self.own
 
     def set(self, ordinal: int, value: int) -> None:
         buffer = self.buffer

@@ -47,7 +47,6 @@ class EngineError(AssertionError):
 def base_indices(cache: KVCache, group: LayerGroupId, beam: int = 0) -> Indices:
     """The base page index of each block, as the engine reads it from its buffer or the cache's array."""
     live = cache.get_base_page_indices(group, beam)
-    assert isinstance(live, Sequence) or hasattr(live, "tolist")
     return np.array(live, dtype=np.int64)[: cache.num_blocks]
 
 

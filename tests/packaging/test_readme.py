@@ -38,3 +38,13 @@ def test_the_first_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == printed
     assert result.stderr == ""
+
+
+def test_the_first_example_is_well_typed(tmp_path: Path) -> None:
+    """A strict type checker that sees the package as a user does, by its stubs, has nothing to say about the example."""
+    script = tmp_path / "first.py"
+    script.write_text(first_example()[0])
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    environment = {"MYPYPATH": str(package_directory()), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
