@@ -307,7 +307,9 @@ class KVCacheManager(ManagerViews):
     def _require_none_open(self, call: str) -> None:
         count = len(self._shared.open)
         if count > 0:
-            raise LogicError(f"{call}: {count} KV cache(s) still open; close them first")
+            ids = [str(state.request_id) for state in self._shared.open.values() if state.request_id is not None]
+            named = f" (ids {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
+            raise LogicError(f"{call}: {count} KV cache(s) still open{named}; close them first")
 
     def _tear_down(self) -> None:
         self._down = True

@@ -87,7 +87,9 @@ def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
     """One line's request, or what is wrong with it."""
     try:
         fields = json.loads(line)
-    except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+    except json.JSONDecodeError as error:  # its own text would add "line 1" to the line of the trace
+        return f"not JSON: {error.msg} at column {error.colno}"
+    except ValueError as error:  # bytes that are not UTF-8
         return f"not JSON: {error}"
     except RecursionError:
         return "not JSON: nested too deeply"

@@ -99,7 +99,7 @@ class IndexRow:
         """
         view = _int32_view(target)
         if len(view) < self.length:
-            raise ConfigError(f"page-index buffer too short: {len(view)} entries for {self.length} blocks")
+            raise ConfigError(f"page-index buffer too short: {len(view)} entries for {self.length} blocks; pass a longer one")
         values = self.values()
         self.detach()
         view[: self.length] = memoryview(values)
@@ -122,7 +122,10 @@ def _int32_view(target: object) -> memoryview[int]:
     try:
         view = memoryview(target)  # type: ignore[arg-type]  # the point is to find out
     except TypeError:
-        raise ConfigError(f"a page-index buffer must support the buffer protocol, got {type(target).__name__}") from None
+        raise ConfigError(
+            f"a page-index buffer must support the buffer protocol, got {type(target).__name__}: pass an int32 numpy array or an "
+            "array('i'); of a torch tensor in host memory, tensor.numpy()"
+        ) from None
     if view.format not in ("i", "@i") or view.ndim != 1:
         raise ConfigError(
             f"a page-index buffer must be one-dimensional int32, got format {view.format!r} with {view.ndim} dimensions"

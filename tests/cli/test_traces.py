@@ -24,6 +24,7 @@ def test_a_record_keeps_lengths_and_ids() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        (b'{"timestamp": 0, "input_length" 9}', "not JSON: Expecting ':' delimiter at column 33"),
         (b"{", "not JSON"),
         (b"\xff{}", "not JSON"),
         (b"[" * 100_000, "not JSON"),

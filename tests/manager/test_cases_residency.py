@@ -128,6 +128,20 @@ def test_case_066_clear_and_shutdown_with_open_caches() -> None:
         assert rig.probe(toks(0, 64)) == 0
 
 
+def test_a_refused_shutdown_names_the_requests_that_are_open() -> None:
+    """The ids that the engine gave, the first eight of them; a cache without an id is only counted."""
+    with Rig(small(8)) as rig:
+        caches = [rig.create(id=number) for number in (7, 9)]
+        caches.append(rig.manager.create_kv_cache())
+        with pytest.raises(LogicError, match=r"3 KV cache\(s\) still open \(ids 7, 9\); close them first"):
+            rig.manager.shutdown()
+        caches += [rig.create(id=number) for number in range(20, 28)]
+        with pytest.raises(LogicError, match=r"11 KV cache\(s\) still open \(ids 7, 9, 20, 21, 22, 23, 24, 25, \.\.\.\)"):
+            rig.manager.shutdown()
+        for cache in caches:
+            cache.close()
+
+
 @pytest.mark.parametrize("length", [0, 3, 8, 10])
 def test_case_067_close_before_the_first_resume(length: int) -> None:
     """Close releases what the match held: every page of the tree is evictable again."""
