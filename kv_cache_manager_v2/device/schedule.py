@@ -124,7 +124,7 @@ class Event:
         return queue is None or queue.finished >= self.target
 
 
-class Operation:
+class Operation(ABC):
     """One thing queued on a stream."""
 
     def blocked(self) -> bool:
@@ -133,14 +133,15 @@ class Operation:
 
     def shuffle(self, random: Random) -> None:
         """Put parts that are unordered among each other in any order."""
+        del random  # most operations have no such parts
 
+    @abstractmethod
     def run(self, steps: int) -> bool:
         """Do up to `steps` parts of the work; True when all is done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """What it is or waits for, to follow "the first"."""
-        raise NotImplementedError
 
 
 class CopyOperation(Operation):

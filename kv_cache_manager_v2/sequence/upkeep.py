@@ -48,6 +48,7 @@ def _close_abandoned(shared: Shared) -> None:
     wrong."""
     states = shared.abandoned
     shared.abandoned = []
+    closed: list[SequenceState] = []
     for state in states:
         if state.status == CLOSED:
             continue
@@ -57,6 +58,8 @@ def _close_abandoned(shared: Shared) -> None:
             _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", state.request_id, error)
             shared.abandoned.append(state)
             continue
+        closed.append(state)
+    for state in closed:  # last: a warning that is an error to the user leaves nothing undone
         warnings.warn(f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=3)
 
 

@@ -23,7 +23,7 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, PIECE_ALIGNMENT, StagingRing
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError
-from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, Point, SlotId, Stream
+from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, Point, Stream
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
@@ -479,10 +479,6 @@ class Hierarchy(PageKeeper):
                 place = self.places.by_cell[self.levels.cell(level, group)]
                 for arena in place.arenas:
                     assert arena.num_slots >= self.total(level, group), f"an arena of level {level} is smaller than its slots"
-
-    def owner_of(self, level: int, pool_group: int, slot: SlotId) -> Page | None:
-        """The page in a slot, for tests and tools."""
-        return self.levels.allocators[self.levels.cell(level, pool_group)].pages[slot]
 
     def merge_ready(self, page: Page, point: Point) -> None:
         """Somebody else has queued work on the page's bytes: later users wait for it too."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, LogicError
@@ -49,4 +51,19 @@ def test_addresses_are_gone_with_the_manager() -> None:
     ):
         with pytest.raises(LogicError, match="shut down"):
             question()
+    driver.close()
+
+
+def test_a_warning_that_is_an_error_leaves_no_dropped_cache_open() -> None:
+    """Two handles dropped without close, under a filter that turns warnings into errors: both are closed all the same."""
+    driver = EmulatedDriver()
+    manager = KVCacheManager(small(4), driver=driver)
+    for _ in range(2):
+        manager.create_kv_cache()  # never closed, dropped together: the next call notices
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ResourceWarning):
+            manager.clear_reusable_blocks()
+    assert manager.num_open_caches == 0
+    manager.shutdown()
     driver.close()
