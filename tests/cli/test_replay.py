@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -218,6 +218,20 @@ def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], reason: 
     assert captured.err.startswith("kvcm")
     assert reason in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_running_out_of_memory_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace block of a million million tokens is legal, and more than there is room for."""
+
+    def refuse(block_size: int, seed: int) -> NoReturn:
+        raise MemoryError("Unable to allocate 7.28 TiB")
+
+    monkeypatch.setattr("kv_cache_manager_v2.cli.replay.token_source", refuse)
+    trace = write_trace(tmp_path / "t", make_prompts(2, 10, BLOCK))
+    assert main(["replay", str(trace), "--trace-block-size", str(BLOCK)]) == 2
+    assert capsys.readouterr().err == "kvcm: error: out of memory: Unable to allocate 7.28 TiB\n"
 
 
 def test_the_module_runs_as_a_program_and_reads_standard_input(tmp_path: Path) -> None:
