@@ -23,6 +23,7 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.doors import request_id
 from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.ids import (
     CacheLevel,
 )
@@ -30,7 +31,7 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.listener import CacheListener
+from kv_cache_manager_v2.listener import CacheListener, ShieldedListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
@@ -82,8 +83,12 @@ class KVCacheManager(ManagerViews):
                 device.close()
             raise
         self._event_manager = event_manager
-        self._history = MissHistory(config.miss_history, event_manager) if config.miss_history > 0 else None
-        listener = event_manager if self._history is None else self._history
+        shield: ShieldedListener | None = None
+        if event_manager is not None and not isinstance(event_manager, KVCacheEventManager):
+            shield = ShieldedListener(event_manager)
+        told = event_manager if shield is None else shield
+        self._history = MissHistory(config.miss_history, told) if config.miss_history > 0 else None
+        listener = told if self._history is None else self._history
         self._timeline = timeline
         self._tree = RadixTree(
             layout.life_cycles, layout.tokens_per_block, hierarchy, listener, make_block_keys(config.block_key_hash)
@@ -94,6 +99,7 @@ class KVCacheManager(ManagerViews):
         super().__init__(
             config, device, hierarchy, Shared(config, layout, device, timeline, hierarchy, self._tree, self._tuner, ledger, debug)
         )
+        self._shared.shield = shield
         self._down = False
 
     def __enter__(self) -> KVCacheManager:

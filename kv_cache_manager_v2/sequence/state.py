@@ -29,6 +29,7 @@ from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.listener import ShieldedListener
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import Block, RadixTree
@@ -93,12 +94,16 @@ class Shared:
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
         self.abandoned: list[SequenceState] = []  # handles dropped without close; the next public call closes them
         self.calling_out = False  # a priority callback is running, on the thread that has the lock
+        self.shield: ShieldedListener | None = None  # before a listener that somebody else wrote
         self.next_serial = 0
 
     def require_outside(self) -> None:
-        """Raise LogicError if a priority callback called the manager that asked it: its books are in use. Lock held."""
+        """Raise LogicError if a priority callback or a listener called the manager that called it: its books are in use. Lock
+        held."""
         if self.calling_out:
             raise LogicError("a priority callback must not call the manager or its caches: it is asked in the midst of a call")
+        if self.shield is not None and self.shield.telling:
+            raise LogicError("a cache listener must not call the manager or its caches: it is told in the midst of a call")
 
     def enter(self, state: SequenceState) -> None:
         """A new request is open."""
