@@ -8,6 +8,7 @@ settles file transfers that ended.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -326,7 +327,13 @@ class KVCacheManager(ManagerViews):
             self._driver.close()
 
     def _shutdown_late(self) -> None:
-        """The manager was dropped without shutdown: close what is open, then give everything back."""
+        """The manager was dropped without shutdown: close what is open, then give everything back.
+
+        Not when the interpreter ends: threads that the device works with are frozen then, with whatever lock they held, and
+        nobody would wake whoever waits for them. What is left goes with the process.
+        """
+        if sys.is_finalizing():
+            return
         warnings.warn("a KVCacheManager was dropped without shutdown(); shut down now", ResourceWarning, stacklevel=2)
         for state in list(self._shared.open.values()):
             residency.close(state)
