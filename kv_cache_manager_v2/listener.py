@@ -6,13 +6,9 @@ manager, and what is costly (keys, records) is made when the notes are read, not
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, ABCMeta, abstractmethod
-from typing import Final
 
 from mypy_extensions import mypyc_attr
-
-_log: Final = logging.getLogger(__name__)
 
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
@@ -60,68 +56,3 @@ class CacheListener(ABC):
 
     def item_named(self, digest: bytes, uuid: str) -> None:  # noqa: B027 (most listeners do not care)
         """Tokens of a multimodal item that the front end calls `uuid` are about to be committed."""
-
-
-class ShieldedListener(CacheListener):
-    """Stands before a listener that somebody else wrote: what it raises is logged, and goes no further.
-
-    It is told in the midst of a change, which has to be finished whatever it thinks of it. While it is told, `telling` is set, so
-    that a call of the manager by it can be refused.
-    """
-
-    def __init__(self, behind: CacheListener) -> None:
-        self._behind = behind
-        self.telling = False
-        self.num_errors = 0
-
-    def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
-        self.telling = True
-        try:
-            self._behind.page_stored(block, life_cycle, level, priority, covers_block)
-        except Exception as error:
-            self._note("page_stored", error)
-        finally:
-            self.telling = False
-
-    def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
-        self.telling = True
-        try:
-            self._behind.page_removed(block, life_cycle)
-        except Exception as error:
-            self._note("page_removed", error)
-        finally:
-            self.telling = False
-
-    def block_removed(self, block: CachedBlock) -> None:
-        self.telling = True
-        try:
-            self._behind.block_removed(block)
-        except Exception as error:
-            self._note("block_removed", error)
-        finally:
-            self.telling = False
-
-    def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
-        self.telling = True
-        try:
-            self._behind.page_moved(block, life_cycle, source, destination)
-        except Exception as error:
-            self._note("page_moved", error)
-        finally:
-            self.telling = False
-
-    def item_named(self, digest: bytes, uuid: str) -> None:
-        self.telling = True
-        try:
-            self._behind.item_named(digest, uuid)
-        except Exception as error:
-            self._note("item_named", error)
-        finally:
-            self.telling = False
-
-    def _note(self, call: str, error: Exception) -> None:
-        """Log the first errors whole, then every power of two: a listener that is broken is asked for every page."""
-        self.num_errors += 1
-        count = self.num_errors
-        if count <= 4 or count & (count - 1) == 0:
-            _log.error("the cache listener raised in %s (error %d); it was told, and has missed that", call, count, exc_info=error)

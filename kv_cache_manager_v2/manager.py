@@ -32,7 +32,7 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.listener import CacheListener, ShieldedListener
+from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
@@ -40,6 +40,7 @@ from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence import residency
+from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, tidy

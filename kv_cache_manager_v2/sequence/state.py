@@ -29,12 +29,12 @@ from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.listener import ShieldedListener
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import Block, RadixTree
 from kv_cache_manager_v2.sequence.indices import IndexRow
 from kv_cache_manager_v2.sequence.recurrent import Recurrence
+from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
