@@ -11,14 +11,20 @@ Base addresses on the GPU stay. A page's slot may change, so nobody may have it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kv_cache_manager_v2.device.arenas import DeviceArena
+from kv_cache_manager_v2.device.os_memory import available_bytes
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, CuError, OutOfMemoryError
-from kv_cache_manager_v2.layout.arithmetic import round_up
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layout.arithmetic import round_down, round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
+
+HOST_MARGIN_BYTES: Final = 1 << 30  # of host memory that best efforts leave free, at the least
+HOST_MARGIN_SHARE: Final = 20  # one part in so many of what is available, where that is more
 
 
 class ResizeResult:
@@ -75,13 +81,27 @@ class AdjustResult:
         return f"AdjustResult({self.levels})"
 
 
-def resize_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float] | None, best_efforts: bool) -> ResizeResult:
+def spare_host_bytes(available: int) -> int:
+    """What a host tier may take, at the most, of the memory that the system says it could give: not all of it, since the engine
+    and everybody else must go on."""
+    return max(0, available - max(HOST_MARGIN_BYTES, available // HOST_MARGIN_SHARE))
+
+
+def resize_quota(
+    hierarchy: Hierarchy,
+    level: int,
+    quota: int,
+    weights: list[float] | None,
+    best_efforts: bool,
+    available: int | None = None,
+) -> ResizeResult:
     """Give a level another quota in bytes, divided by `weights` (None: by those that it has).
 
     Refused below the level's minimum, where the pages that must be kept do not fit, and where the device has no memory left.
     `best_efforts`: instead of a refusal, the largest feasible quota not above the asked one, in whole grains; since only
     growing can fail at the asked size and succeed below it, it lies between the present quota and the asked one. O(log grains)
-    resizes tried then.
+    resizes tried then. A host tier leaves free the larger of 1 GiB and 5 % of the memory that is `available` (bytes; None: as
+    the system says).
     """
     current = hierarchy.sizings[level]
     grain = current.granularity
@@ -89,6 +109,13 @@ def resize_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[flo
     if asked < current.minimum_quota:
         refused = ResizeResult(level, current.slots, current.slots)
         return refused.refuse(f"a quota of {quota} bytes is below the level's minimum of {current.minimum_quota} bytes", -1, 0)
+    if best_efforts and current.tier == CacheTier.HOST_MEM and asked > current.quota:
+        there = available_bytes() if available is None else available
+        if there >= 0:
+            asked = min(asked, round_down(current.quota + spare_host_bytes(there), grain))
+            if asked <= current.quota:
+                refused = ResizeResult(level, current.slots, current.slots)
+                return refused.refuse(f"of {there} bytes of host memory that are available, some must stay free", -1, 0)
     result = _try_quota(hierarchy, level, asked, weights)
     if result.ok or not best_efforts or asked <= current.quota:
         return result

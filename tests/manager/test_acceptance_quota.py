@@ -18,6 +18,7 @@ from kv_cache_manager_v2 import (
     LogicError,
 )
 from kv_cache_manager_v2.config import LayerConfig
+from kv_cache_manager_v2.storage.resizing import resize_quota, spare_host_bytes
 from tests.manager import inside
 from tests.manager.engine import Token
 from tests.manager.helpers import DISK, GPU, HOST, KIB, MIB, Rig, attention, mixed, model, toks
@@ -133,6 +134,29 @@ def test_a_growth_that_the_device_refuses(chunks: int, best_efforts: bool) -> No
         assert rig.manager.resize(GPU, 16 * MIB)
         assert request.resume()
         request.check()
+
+
+GIB = 1 << 30
+
+
+def test_best_efforts_leave_host_memory_free() -> None:
+    """The larger of 1 GiB and 5 % of what is available stays free, for the engine and everybody else; whoever asks for an exact
+    quota means it."""
+    assert [spare_host_bytes(there) for there in (0, GIB, GIB + 5, 20 * GIB, 100 * GIB)] == [0, 0, 5, 19 * GIB, 95 * GIB]
+    tiers = [GpuCacheTierConfig(8 * MIB), HostCacheTierConfig(8 * MIB)]
+    with Rig(model([attention(0, 512 * KIB)], tiers=tiers)) as rig:
+        hierarchy = rig.manager.shared.hierarchy
+        before = rig.manager.get_quota(HOST)
+        refused = resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB)
+        assert not refused
+        assert "must stay free" in refused.reason
+        assert rig.manager.get_quota(HOST) == before
+        assert resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB + 6 * MIB)
+        assert rig.manager.get_quota(HOST) == before + 6 * MIB
+        assert resize_quota(hierarchy, HOST, 32 * MIB, None, False, GIB)
+        assert rig.manager.get_quota(HOST) == 32 * MIB
+        assert resize_quota(hierarchy, HOST, 8 * MIB, None, True, 0)
+        assert rig.manager.get_quota(HOST) == 8 * MIB
 
 
 def test_a_quota_below_the_minimum_changes_nothing() -> None:
