@@ -13,13 +13,13 @@ import dataclasses
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.doors import whole
+from kv_cache_manager_v2.doors import at_least, flag, given, instance, items_of, real, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
@@ -28,6 +28,9 @@ _ROLE: Final = "role"
 _OVERRIDE: Final = "tokens_per_block_override"
 _WINDOW: Final = "sliding_window_size"
 _SINKS: Final = "num_sink_tokens"
+_RATIO: Final = "initial_pool_ratio"
+_KEY_HASH: Final = "block_key_hash"
+_FLAGS: Final = ("enable_partial_reuse", "commit_min_snapshot", "enable_stats", "text_only", "strict_quota")
 
 
 # The checks read and write fields by name: whatever a user assigned is an `object` until it was checked, also where the compiled
@@ -35,40 +38,35 @@ _SINKS: Final = "num_sink_tokens"
 
 
 def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
-    """Make the field an int not below `low`; any integer type is accepted (numpy's too), bool is not."""
-    number = whole(getattr(record, field), f"{field}{owner}")
-    if number < low:
-        raise ConfigError(f"{field}{owner} is {number}; it must be at least {low}")
-    setattr(record, field, number)
+    """Make the field an int from `low` to 2**63 - 1; any integer type is accepted (numpy's too), bool is not."""
+    setattr(record, field, at_least(given(record, field), f"{field}{owner}", low))
+
+
+def _check_flag(record: object, field: str) -> None:
+    """Refuse a field that is neither True nor False."""
+    flag(given(record, field), field)
 
 
 def _check_kind(record: object, field: str, kind: type, owner: str = "") -> None:
     """Refuse a field that is neither None nor such a record."""
-    value: object = getattr(record, field)
+    value = given(record, field)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{field}{owner} is {value!r}; it must be a {kind.__name__}, or None")
+        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a {kind.__name__}, or None")
 
 
 def _check_list(record: object, field: str, kind: type, owner: str = "") -> None:
     """Refuse a field that is not a list of such records: one of them alone, or something else among them."""
-    value: object = getattr(record, field)
-    if not isinstance(value, Collection):
-        raise ConfigError(f"{field}{owner} is {value!r}; it must be a list of {kind.__name__}")
+    value = given(record, field)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a list of {kind.__name__}")
     for position, item in enumerate(value):
         if not isinstance(item, kind):
-            raise ConfigError(f"{field}{owner} has {item!r} at position {position}; each item must be a {kind.__name__}")
-
-
-def _real(value: object, field: str) -> float:
-    """The value as a float; NaN passes, so that the caller's range check refuses it with its own words."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{field} is {value!r}; it must be a number")
-    return float(value)
+            raise ConfigError(f"{field}{owner} has {shown(item)} at position {position}; each item must be a {kind.__name__}")
 
 
 def _check_real(record: object, field: str) -> float:
     """Make the field a float, and return it."""
-    number = _real(getattr(record, field), field)
+    number = real(given(record, field), field)
     setattr(record, field, number)
     return number
 
@@ -156,17 +154,17 @@ class BufferConfig:
         if getattr(self, _OVERRIDE) is not None:
             _check_whole(self, _OVERRIDE, 1, owner)
 
-    def expansion(self, tokens_per_block: int) -> int:
+    def expansion(self, tokens_per_block: object) -> int:
         """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
+        length = at_least(tokens_per_block, "tokens_per_block", 1)
         override = self.tokens_per_block_override
         if override is None:
             return 1
-        if override < 1 or tokens_per_block % override != 0:
+        if override < 1 or length % override != 0:
             raise ConfigError(
-                f"tokens_per_block_override of buffer {self.role!r} is {override}; "
-                f"it must divide tokens_per_block, {tokens_per_block}"
+                f"tokens_per_block_override of buffer {self.role!r} is {override}; it must divide tokens_per_block, {length}"
             )
-        return tokens_per_block // override
+        return length // override
 
 
 @mypyc_attr(native_class=False)
@@ -198,7 +196,7 @@ class LayerConfig(ABC):
         """Tokens that a query sees, itself included; None: all."""
 
     @abstractmethod
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
+    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
         """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
 
 
@@ -227,8 +225,9 @@ class AttentionLayerConfig(LayerConfig):
     def window_size(self) -> int | None:
         return self.sliding_window_size
 
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
-        return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // tokens_per_block)
+    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
+        length = at_least(tokens_per_block, "tokens_per_block", 1)
+        return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // length)
 
 
 @mypyc_attr(native_class=False)
@@ -249,7 +248,8 @@ class SsmLayerConfig(LayerConfig):
     def window_size(self) -> int | None:
         return None
 
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]:
+    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
+        at_least(tokens_per_block, "tokens_per_block", 1)
         return False, 0, 0
 
 
@@ -343,11 +343,12 @@ class KVCacheManagerConfig:
         """A deep copy: nothing is shared with this one."""
         return copy.deepcopy(self)
 
-    def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
+    def without_tier(self, tier: object) -> KVCacheManagerConfig:
         """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
-        if tier == CacheTier.GPU_MEM:
+        left_out = instance(tier, CacheTier, "tier")
+        if left_out == CacheTier.GPU_MEM:
             raise ConfigError("the GPU_MEM tier cannot be left out; pages are used only there")
-        return dataclasses.replace(self.copy(), cache_tiers=[t for t in self.cache_tiers if t.tier != tier]).copy()
+        return dataclasses.replace(self.copy(), cache_tiers=[t for t in self.cache_tiers if t.tier != left_out]).copy()
 
     def validate(self) -> None:
         """Check everything, also what was assigned after construction. Raises ConfigError."""
@@ -359,6 +360,8 @@ class KVCacheManagerConfig:
             raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
         _check_whole(self, "reuse_match_backoff", 0)
         _check_whole(self, "miss_history", 0)
+        for field in _FLAGS:
+            _check_flag(self, field)
         _check_list(self, "constraints", BatchDesc)
         _check_kind(self, "typical_step", BatchDesc)
         _check_kind(self, "swa_scratch_reuse", SwaScratchReuseConfig)
@@ -370,7 +373,7 @@ class KVCacheManagerConfig:
             self.swa_scratch_reuse.validate()
         self._validate_ratio()
         self._validate_rebalance()
-        if self.block_key_hash not in ("blake3", "sha256"):
+        if text(given(self, _KEY_HASH), _KEY_HASH) not in ("blake3", "sha256"):
             raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
 
     def _validate_tiers(self) -> None:
@@ -406,16 +409,17 @@ class KVCacheManagerConfig:
                 )
 
     def _validate_ratio(self) -> None:
-        ratio = self.initial_pool_ratio
-        if ratio is None:
+        value = given(self, _RATIO)
+        if value is None:
             return
+        ratio = items_of(value, _RATIO, "one weight for each layer group")
         num_groups = len({layer.group_key(self.tokens_per_block) for layer in self.layers})
         if len(ratio) != num_groups:
             raise ConfigError(
                 f"initial_pool_ratio length is {len(ratio)}; it must be {num_groups}, "
                 "one weight for each layer group in first-seen order"
             )
-        weights = [_real(weight, "initial_pool_ratio value") for weight in ratio]
+        weights = [real(weight, "initial_pool_ratio value") for weight in ratio]
         if not all(0.0 < weight < math.inf for weight in weights):
             raise ConfigError(f"initial_pool_ratio values must be positive, but are {weights}")
         if abs(sum(weights) - 1.0) > 1e-6:

@@ -11,6 +11,9 @@ from typing import TypeVar
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.doors import instance, whole
+from kv_cache_manager_v2.errors import ConfigError
+
 _Delta = TypeVar("_Delta", bound="StatsDelta")
 
 
@@ -19,12 +22,14 @@ _Delta = TypeVar("_Delta", bound="StatsDelta")
 class StatsDelta:
     """Integer fields that add up; the base of the deltas below."""
 
-    def add(self: _Delta, other: _Delta) -> None:
-        """Add another delta to this one, field by field."""
+    def add(self, other: object) -> None:
+        """Add another delta of the same class to this one, field by field."""
+        instance(other, type(self), "other")
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
-    def subtract(self: _Delta, other: _Delta) -> None:
+    def subtract(self, other: object) -> None:
+        instance(other, type(self), "other")
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) - getattr(other, item.name))
 
@@ -165,10 +170,19 @@ class MovementCounters:
         rest = f"lost {sum(self.lost)}, adopted {sum(self.adopted)}, taken over {sum(self.taken_over)}"
         return f"<pages moved between levels {{{', '.join(moved)}}}, dropped {{{', '.join(dropped)}}}, {rest}>"
 
-    def pages_moved(self, source: int, destination: int) -> int:
+    def pages_moved(self, source: object, destination: object) -> int:
         """Pages moved from one level to another, all life cycles together."""
-        return sum([table[source][destination] for table in self.moved])
+        beg, end = self._level(source, "source"), self._level(destination, "destination")
+        return sum([table[beg][end] for table in self.moved])
 
-    def pages_dropped(self, level: int) -> int:
+    def pages_dropped(self, level: object) -> int:
         """Pages dropped from a level, all life cycles together."""
-        return sum([row[level] for row in self.dropped])
+        number = self._level(level, "level")
+        return sum([row[number] for row in self.dropped])
+
+    def _level(self, level: object, name: str) -> int:
+        number = whole(level, name)
+        count = len(self.dropped[0]) if self.dropped else 0
+        if not 0 <= number < count:
+            raise ConfigError(f"{name} {number} is out of range: there are {count} cache levels")
+        return number

@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Final
 
 from mypy_extensions import i64, mypyc_attr
 
+from kv_cache_manager_v2.doors import items_of, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.event_records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope, make_block_keys
@@ -163,18 +163,19 @@ def short_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-def v1_block_hash(
-    tokens: Sequence[int], parent_hash: int | None = None, lora_id: int | None = None, salt: int | None = None
-) -> int:
+def v1_block_hash(tokens: object, parent_hash: object = None, lora_id: object = None, salt: object = None) -> int:
     """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
     (all later ones depend on it through their parents); the LoRA id enters every block.
 
     Raises ConfigError for tokens that are no ids.
     """
-    ids = _ids(pack(list(tokens), True).data)
-    if parent_hash is None:
-        return _v1(ids, 0, lora_id, salt)
-    return _v1(ids, parent_hash, lora_id, None)
+    parent = unsigned_or_none(parent_hash, "parent_hash")
+    lora = unsigned_or_none(lora_id, "lora_id")
+    extra = unsigned_or_none(salt, "salt")
+    ids = _ids(pack(items_of(tokens, "tokens", "ids"), True).data)
+    if parent is None:
+        return _v1(ids, 0, lora, extra)
+    return _v1(ids, parent, lora, None)
 
 
 def _ids(data: bytes) -> list[int]:

@@ -6,11 +6,10 @@ that: an event that contradicts what it knows is an error of the stream, and a g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
-
+from kv_cache_manager_v2.doors import at_least, each_of, instance, items_of, whole
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.event_records import (
+    NO_GROUP,
     BlockHash,
     EventSnapshot,
     KVCacheCreatedData,
@@ -18,9 +17,8 @@ from kv_cache_manager_v2.event_records import (
     KVCacheRemovedData,
     KVCacheStoredData,
     KVCacheUpdatedData,
+    block_hash_of,
 )
-
-NO_GROUP: Final = -1  # where events without a layer group are kept
 
 
 class MirroredBlock:
@@ -35,26 +33,29 @@ class MirroredBlock:
 class EventMirror:
     """What one rank's cache holds. Without a snapshot it begins empty, with event 0."""
 
-    def __init__(self, snapshot: EventSnapshot | None = None) -> None:
+    def __init__(self, snapshot: object = None) -> None:
         self.blocks: dict[BlockHash, MirroredBlock] = {}
         self.next_event_id = 0
         if snapshot is not None:
             self.reset(snapshot)
 
-    def reset(self, snapshot: EventSnapshot) -> None:
+    def reset(self, snapshot: object) -> None:
         """Begin again, as after a gap."""
+        given = instance(snapshot, EventSnapshot, "snapshot")
+        events = _events(given.events)
+        next_event_id = at_least(given.next_event_id, "next_event_id", 0)
         self.blocks = {}
-        for event in snapshot.events:
+        for event in events:
             self._apply(event)
-        self.next_event_id = snapshot.next_event_id
+        self.next_event_id = next_event_id
 
-    def apply(self, events: Iterable[KVCacheEvent]) -> bool:
+    def apply(self, events: object) -> bool:
         """Take in events in the order of the stream; those that the snapshot contains are skipped.
 
         False: events are missing before one of these, and nothing from there on was taken in; `reset` with a new snapshot. Raises
         LogicError for an event that cannot follow from what is known.
         """
-        for event in events:
+        for event in _events(events):
             if event.event_id < self.next_event_id:
                 continue
             if event.event_id > self.next_event_id:
@@ -63,13 +64,15 @@ class EventMirror:
             self.next_event_id += 1
         return True
 
-    def num_cached(self, block_hashes: Sequence[BlockHash], layer_group_id: int) -> int:
+    def num_cached(self, block_hashes: object, layer_group_id: object) -> int:
         """How many of a prompt's blocks, from its first one on, the layer group has."""
-        for index in range(len(block_hashes)):
-            block = self.blocks.get(block_hashes[index])
-            if block is None or layer_group_id not in block.levels:
+        group = at_least(layer_group_id, "layer_group_id", NO_GROUP)
+        hashes = [block_hash_of(item, "block_hashes") for item in items_of(block_hashes, "block_hashes", "block hashes")]
+        for index, block_hash in enumerate(hashes):
+            block = self.blocks.get(block_hash)
+            if block is None or group not in block.levels:
                 return index
-        return len(block_hashes)
+        return len(hashes)
 
     def _apply(self, event: KVCacheEvent) -> None:
         group = NO_GROUP if event.layer_group_id is None else event.layer_group_id
@@ -90,7 +93,7 @@ class EventMirror:
                     raise LogicError(f"event {event.event_id}: block {data.block_hash} is on level {level}, not {data.cache_level}")
                 self.blocks[data.block_hash].levels[group] = data.cache_level.new_value
         else:
-            assert isinstance(data, KVCacheCreatedData), data
+            instance(data, KVCacheCreatedData, "data of an event")
 
     def _store(self, data: KVCacheStoredData, group: int, event_id: int) -> None:
         parent_hash = data.parent_hash
@@ -111,3 +114,13 @@ class EventMirror:
         if block is None or group not in block.levels:
             raise LogicError(f"event {event_id}: block {block_hash} is not stored in layer group {group}")
         return block.levels[group]
+
+
+def _events(events: object) -> list[KVCacheEvent]:
+    """All of them are events, before any is taken in."""
+    found: list[KVCacheEvent] = []
+    for item in each_of(events, "events", "KVCacheEvent"):
+        event = instance(item, KVCacheEvent, "an item of events")
+        whole(event.event_id, "event_id")
+        found.append(event)
+    return found

@@ -6,17 +6,20 @@ tokens packed, as they were committed, until somebody reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.doors import at_least, each_of, instance, instances, items_of, mapping, shown, text, unsigned
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.reuse.tokens import pack, unpack
+from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack, unpack
 
 BlockHash: TypeAlias = int | str  # an unsigned 64-bit number, or the digest in hexadecimal
 MmKey: TypeAlias = tuple[Any, ...]  # (digest, position in the item), or (digest, position, uuid), or that and a bool
+
+NO_GROUP: Final = -1  # where events without a layer group are kept
 
 
 @mypyc_attr(native_class=False)
@@ -42,20 +45,24 @@ class KVCacheStoredBlockData:
 
     def __init__(
         self,
-        block_hash: BlockHash,
-        tokens: Sequence[UniqueToken] | bytes,
-        cache_level: int,
-        priority: int,
-        mm_keys: Sequence[MmKey] = (),
-        cache_salt: str | None = None,
+        block_hash: object,
+        tokens: object,
+        cache_level: object,
+        priority: object,
+        mm_keys: object = (),
+        cache_salt: object = None,
     ) -> None:
-        """`tokens` are records, or packed as `reuse/tokens.py` packs them."""
-        self._block_hash = block_hash
-        self._packed = tokens if isinstance(tokens, bytes) else _packed(tokens)
-        self._cache_level = cache_level
-        self._priority = priority
-        self._mm_keys = mm_keys
-        self._cache_salt = cache_salt
+        """`tokens` are records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
+        self._block_hash = block_hash_of(block_hash, "block_hash")
+        self._packed = tokens if isinstance(tokens, bytes) else _packed(instances(tokens, UniqueToken, "tokens"))
+        if len(self._packed) % TOKEN_BYTES != 0:
+            raise ConfigError(f"tokens are {len(self._packed)} bytes, which is no whole number of tokens")
+        self._cache_level = at_least(cache_level, "cache_level", 0)
+        self._priority = at_least(priority, "priority", 0)
+        self._mm_keys: Sequence[MmKey] = ()
+        if not isinstance(mm_keys, tuple) or len(mm_keys) > 0:  # of a block without items, nearly always
+            self._mm_keys = [_mm_key(key) for key in items_of(mm_keys, "mm_keys", "tuples")]
+        self._cache_salt = None if cache_salt is None else text(cache_salt, "cache_salt")
 
     @property
     def block_hash(self) -> BlockHash:
@@ -181,18 +188,57 @@ class EventSnapshot:
     next_event_id: int
 
 
-def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]:
-    """`to_dict` of each."""
-    return [event.to_dict() for event in events]
+def serialize_events(events: object) -> list[dict[str, Any]]:
+    """`to_dict` of each. Raises ConfigError for what is no event."""
+    records = [instance(event, KVCacheEvent, "an item of events") for event in each_of(events, "events", "KVCacheEvent")]
+    return [event.to_dict() for event in records]
+
+
+def block_hash_of(value: object, name: str) -> BlockHash:
+    """A name of a block as events carry it."""
+    return value if isinstance(value, str) else unsigned(value, name)
+
+
+def group_of(layer_group_id: object) -> int:
+    """A layer group as a number; NO_GROUP for None."""
+    return NO_GROUP if layer_group_id is None else at_least(layer_group_id, "layer_group_id", 0)
+
+
+def groups_of(layer_group_ids: object) -> list[int]:
+    """Some layer groups."""
+    return [at_least(item, "layer_group_ids", 0) for item in each_of(layer_group_ids, "layer_group_ids", "integers")]
+
+
+def names_of(block_hashes: object) -> list[BlockHash | bytes]:
+    """The names of one block, or of several: hashes, and chained keys as bytes."""
+    single = isinstance(block_hashes, (SupportsIndex, str, bytes))
+    given: list[object] = [block_hashes] if single else each_of(block_hashes, "block_hashes", "block hashes")
+    return [item if isinstance(item, bytes) else block_hash_of(item, "block_hashes") for item in given]
+
+
+def windows_of(given: object) -> dict[int, int]:
+    """Windows by layer group, a copy."""
+    name = "window_size_by_layer_group"
+    items = mapping(given, name, "layer groups to windows").items()
+    return {at_least(group, f"a layer group of {name}", 0): at_least(window, f"{name}[{group!r}]", 0) for group, window in items}
 
 
 def _packed(tokens: Sequence[UniqueToken]) -> bytes:
-    items: list[int | bytes] = []
+    items: list[object] = []
     for token in tokens:
         if token.token_extra_id != 0:
             raise ConfigError(f"token_extra_id is {token.token_extra_id}: what tells tokens of equal ids apart is a digest token")
-        items.append(bytes.fromhex(token.token_id) if isinstance(token.token_id, str) else token.token_id)
+        try:
+            items.append(bytes.fromhex(token.token_id) if isinstance(token.token_id, str) else token.token_id)
+        except ValueError:
+            raise ConfigError(f"token_id is {token.token_id!r}: a digest token has 64 hexadecimal digits") from None
     return pack(items).data
+
+
+def _mm_key(value: object) -> MmKey:
+    if not isinstance(value, tuple) or len(value) < 2 or not isinstance(value[0], bytes):
+        raise ConfigError(f"mm_keys has {shown(value)}; each item must be a tuple of a digest and a position")
+    return value
 
 
 def _data_dict(data: KVCacheEventData) -> dict[str, Any]:

@@ -13,11 +13,13 @@ count up by one: a gap means that the reader was too slow and events were droppe
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable
+from typing import Final, TypeAlias, cast
 
+from kv_cache_manager_v2 import doors
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.event_blocks import (
     BLOCK_REMOVED,
@@ -36,6 +38,7 @@ from kv_cache_manager_v2.event_blocks import (
 )
 from kv_cache_manager_v2.event_hashes import make_block_hashes
 from kv_cache_manager_v2.event_records import (
+    NO_GROUP,
     BlockHash,
     EventSnapshot,
     KVCacheCreatedData,
@@ -47,6 +50,11 @@ from kv_cache_manager_v2.event_records import (
     KVCacheStoredData,
     KVCacheUpdatedData,
     MmKey,
+    block_hash_of,
+    group_of,
+    groups_of,
+    names_of,
+    windows_of,
 )
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from kv_cache_manager_v2.reuse.tree import Block
@@ -56,7 +64,7 @@ EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]
 MAX_NOTES: Final = 1 << 18  # beyond so many the notes are taken in where they arise: an engine that never flushes costs no more
 MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
-_NO_GROUP: Final = -1
+_LONGEST_WAIT_S: Final = 3600.0  # a condition cannot be given an endless time: readers look again after it
 _SNAPSHOT_ID: Final = -1
 
 
@@ -81,26 +89,26 @@ class KVCacheEventManager(CacheListener):
 
     def __init__(
         self,
-        max_kv_event_entries: int,
+        max_kv_event_entries: object,
         *,
-        window_size: int = 0,
-        attention_dp_rank: int | None = None,
-        attention_dp_gather: EventGather | None = None,
-        hash_algo: str = "v2_sha256",
-        window_size_by_layer_group: Mapping[int, int] | None = None,
-        mm_token_id_offset: int | None = None,
+        window_size: object = 0,
+        attention_dp_rank: object = None,
+        attention_dp_gather: object = None,
+        hash_algo: object = "v2_sha256",
+        window_size_by_layer_group: object = None,
+        mm_token_id_offset: object = None,
     ) -> None:
         self._notes: list[Note] = []  # written under the cache manager's lock
-        if mm_token_id_offset is not None and mm_token_id_offset < 0:
-            raise ConfigError(f"mm_token_id_offset is {mm_token_id_offset}: it must be at least 0")
-        self._max = max_kv_event_entries
-        self._enabled = max_kv_event_entries > 0
-        self._hashes = make_block_hashes(hash_algo)
-        self._window = window_size
-        self._windows: dict[int, int] = dict(window_size_by_layer_group or {})
-        self._rank = attention_dp_rank
-        self._gather = attention_dp_gather
-        self._mm_offset = mm_token_id_offset
+        self._max = doors.whole(max_kv_event_entries, "max_kv_event_entries")
+        self._enabled = self._max > 0
+        self._hashes = make_block_hashes(doors.text(hash_algo, "hash_algo"))
+        self._window = doors.at_least(window_size, "window_size", 0)
+        self._windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
+        self._rank = doors.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
+        self._gather: EventGather | None = None
+        if attention_dp_gather is not None:
+            self._gather = cast("EventGather", doors.function(attention_dp_gather, "attention_dp_gather"))
+        self._mm_offset = doors.at_least_or_none(mm_token_id_offset, "mm_token_id_offset", 0)
         self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; as notes, written under the cache manager's lock
         # guarded by `_work`
         self._work: Final = threading.Lock()
@@ -117,7 +125,8 @@ class KVCacheEventManager(CacheListener):
 
     def __del__(self) -> None:
         """Cut the links of records that no flush came for: freed through the last of a long chain, they would nest too deep."""
-        for note in self._notes:
+        notes: list[Note] = getattr(self, "_notes", [])  # nothing is there yet where the construction failed
+        for note in notes:
             note.record.parent = None
 
     # --- settings
@@ -138,8 +147,8 @@ class KVCacheEventManager(CacheListener):
         return dict(self._windows)
 
     @window_size_by_layer_group.setter
-    def window_size_by_layer_group(self, windows: Mapping[int, int]) -> None:
-        self._windows = dict(windows)
+    def window_size_by_layer_group(self, windows: object) -> None:
+        self._windows = windows_of(windows)
 
     # --- what the cache tells (CacheListener): O(1) each
 
@@ -187,72 +196,68 @@ class KVCacheEventManager(CacheListener):
 
     # --- what an engine adds by hand
 
-    def add_created_event(self, num_blocks_per_cache_level: Sequence[int], layer_group_ids: Iterable[int] | None = None) -> None:
+    def add_created_event(self, num_blocks_per_cache_level: object, layer_group_ids: object = None) -> None:
         """Blocks on each cache level; one event for each layer group, or one for all (None)."""
-        groups = [_NO_GROUP] if layer_group_ids is None else list(layer_group_ids)
+        counts = doors.wholes(num_blocks_per_cache_level, "num_blocks_per_cache_level", 0)
+        groups = [NO_GROUP] if layer_group_ids is None else groups_of(layer_group_ids)
         with self._work:
             if self._open_stream():
                 for group in groups:
-                    self._emit(KVCacheCreatedData(list(num_blocks_per_cache_level)), group)
+                    self._emit(KVCacheCreatedData(list(counts)), group)
 
-    def add_stored_event(
-        self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: int | None = None
-    ) -> None:
+    def add_stored_event(self, parent_hash: object, blocks: object, layer_group_id: object = None) -> None:
         """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
+        parent = None if parent_hash is None else block_hash_of(parent_hash, "parent_hash")
+        stored = doors.instances(blocks, KVCacheStoredBlockData, "blocks")
+        group = group_of(layer_group_id)
         with self._work:
-            if self._open_stream() and blocks:
-                group = _NO_GROUP if layer_group_id is None else layer_group_id
-                run = self._run_behind(group, parent_hash)
-                run.blocks.extend(blocks)
+            if self._open_stream() and stored:
+                run = self._run_behind(group, parent)
+                run.blocks.extend(stored)
                 run.record = None
-                run.last_hash = blocks[len(blocks) - 1].block_hash
+                run.last_hash = stored[-1].block_hash
 
-    def add_removed_event(
-        self, block_hashes: BlockHash | bytes | Iterable[BlockHash | bytes], layer_group_id: int | None = None
-    ) -> None:
+    def add_removed_event(self, block_hashes: object, layer_group_id: object = None) -> None:
         """Hashes pass through. Bytes are chained keys: of announced blocks, which are then no longer so; others are ignored."""
-        names: list[BlockHash | bytes]
-        if isinstance(block_hashes, (int, str, bytes)):
-            names = [block_hashes]
-        else:
-            names = list(block_hashes)
+        group = group_of(layer_group_id)
+        names = names_of(block_hashes)
         with self._work:
             if not self._open_stream():
                 return
             for name in names:
                 if not isinstance(name, bytes):
-                    self._remove(_NO_GROUP if layer_group_id is None else layer_group_id, name)
+                    self._remove(group, name)
                     continue
                 record = self._find(name)
                 if record is None:
                     continue
-                if layer_group_id is None:
+                if group == NO_GROUP:
                     self._retract_all(record)
                 else:
-                    self._retract(record, layer_group_id)
+                    self._retract(record, group)
 
     def add_updated_event(
-        self,
-        block_hash: BlockHash | bytes,
-        cache_level: KVCacheEventDiff | None = None,
-        priority: KVCacheEventDiff | None = None,
-        layer_group_id: int | None = None,
+        self, block_hash: object, cache_level: object = None, priority: object = None, layer_group_id: object = None
     ) -> None:
         """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
-        if cache_level is None and priority is None:
+        given = block_hash if isinstance(block_hash, bytes) else block_hash_of(block_hash, "block_hash")
+        moved = doors.instance_or_none(cache_level, KVCacheEventDiff, "cache_level")
+        valued = doors.instance_or_none(priority, KVCacheEventDiff, "priority")
+        group = group_of(layer_group_id)
+        if moved is None and valued is None:
             return
         with self._work:
             if not self._open_stream():
                 return
             name: BlockHash
-            if isinstance(block_hash, bytes):
-                record = self._find(block_hash)
-                if record is None or (layer_group_id is not None and not record.state(layer_group_id)):
+            if isinstance(given, bytes):
+                record = self._find(given)
+                if record is None or (group != NO_GROUP and not record.state(group)):
                     return
                 name = self._hashes.hash_of(record)
             else:
-                name = block_hash
-            self._emit(KVCacheUpdatedData(name, cache_level, priority), _NO_GROUP if layer_group_id is None else layer_group_id)
+                name = given
+            self._emit(KVCacheUpdatedData(name, moved, valued), group)
 
     # --- the stream
 
@@ -282,24 +287,22 @@ class KVCacheEventManager(CacheListener):
             published.extend(kept)
         self._publish(published, self._max * max(1, len(gathered)))
 
-    def get_latest_events(self, timeout_ms: float | None = None) -> list[KVCacheEvent]:
+    def get_latest_events(self, timeout_ms: object = None) -> list[KVCacheEvent]:
         """All events that wait, oldest first, once there is any; [] after `timeout_ms` without one, at once if that is not above 0.
 
         None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while
         it waits.
         """
+        left = math.inf if timeout_ms is None else doors.real(timeout_ms, "timeout_ms") / 1000.0
+        if math.isnan(left):
+            raise ConfigError("timeout_ms is nan; it must be a number of milliseconds, or None to wait for ever")
         with self._readers:
             if not self._enabled:
                 return []
-            if timeout_ms is None:
-                while not self._ready:
-                    self._readers.wait()
-            else:
-                end = time.monotonic() + timeout_ms / 1000.0
-                left = timeout_ms / 1000.0
-                while not self._ready and left > 0.0:
-                    self._readers.wait(left)
-                    left = end - time.monotonic()
+            end = time.monotonic() + left
+            while not self._ready and left > 0.0:
+                self._readers.wait(min(left, _LONGEST_WAIT_S))
+                left = end - time.monotonic()
             events = self._ready
             self._ready = []
             return events
@@ -467,7 +470,7 @@ class KVCacheEventManager(CacheListener):
 
     def _event(self, event_id: int, data: KVCacheEventData, group: int) -> KVCacheEvent:
         window = self._windows.get(group, self._window)
-        return KVCacheEvent(event_id, data, window, self._hashes.algorithm, self._rank, None if group == _NO_GROUP else group)
+        return KVCacheEvent(event_id, data, window, self._hashes.algorithm, self._rank, None if group == NO_GROUP else group)
 
     def _parent_hash(self, record: EventBlock) -> BlockHash | None:
         parent = record.parent

@@ -7,15 +7,14 @@ used by different threads.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, SupportsIndex
 
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
-from kv_cache_manager_v2.doors import request_id, whole_or_none
+from kv_cache_manager_v2.doors import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, CacheLevel, LayerGroupId, PageIndexMode, Stream
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
@@ -115,11 +114,12 @@ class KVCache:
         return self._state.width
 
     @beam_width.setter
-    def beam_width(self, width: int) -> None:
+    def beam_width(self, width: object) -> None:
+        wanted = at_least(width, "beam_width", 1)
         with self._shared.lock:
             tidy(self._shared)
             self._require_open("beam_width")
-            beams.set_width(self._state, width)
+            beams.set_width(self._state, wanted)
             conclude(self._shared)
 
     @property
@@ -128,14 +128,15 @@ class KVCache:
         return self._state.text_only
 
     @text_only.setter
-    def text_only(self, value: bool) -> None:
+    def text_only(self, value: object) -> None:
         """Raises ConfigError to relax what the manager demands, or to promise it after digests were committed."""
+        wanted = flag(value, "text_only")
         self._require_open("text_only")
-        if not value and self._manager.text_only:
+        if not wanted and self._manager.text_only:
             raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
-        if value and self._state.has_digests:
+        if wanted and self._state.has_digests:
             raise ConfigError("text_only=True: this cache has committed digests")
-        self._state.text_only = value
+        self._state.text_only = wanted
 
     @property
     def num_committed_tokens(self) -> int:
@@ -181,11 +182,11 @@ class KVCache:
         return self._state.capacity
 
     @capacity.setter
-    def capacity(self, value: int) -> None:
+    def capacity(self, value: object) -> None:
         """`resize(value)`, raising OutOfPagesError where that returns False."""
         if self._state.scratch:
             raise ConfigError("with scratch reuse the capacity depends on the history: call resize(capacity, history_length)")
-        if not self.resize(value):
+        if not self.resize(at_least(value, "capacity", 0)):
             raise OutOfPagesError(f"no pages for capacity {value}: {self._state.last_shortage}")
 
     @property
@@ -193,8 +194,8 @@ class KVCache:
         return self._state.history
 
     @history_length.setter
-    def history_length(self, value: int) -> None:
-        if not self.resize(None, value):
+    def history_length(self, value: object) -> None:
+        if not self.resize(None, at_least(value, "history_length", 0)):
             raise OutOfPagesError(f"no pages for history_length {value}: {self._state.last_shortage}")
 
     def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
@@ -260,12 +261,13 @@ class KVCache:
         return self._state.stream
 
     @cuda_stream.setter
-    def cuda_stream(self, stream: Stream) -> None:
+    def cuda_stream(self, stream: object) -> None:
         state = self._state
+        handle = unsigned(stream, "cuda_stream")
         with self._shared.lock:
             self._shared.require_outside()
             self._require_open("cuda_stream")
-            residency.change_stream(state, stream)
+            residency.change_stream(state, handle)
 
     @property
     def finish_event(self) -> object:
@@ -273,22 +275,23 @@ class KVCache:
         event on its stream. Raises ConfigError, which is a ValueError, always."""
         raise ConfigError("finish_event exists only inside a transition; record an event of your own on cuda_stream")
 
-    def resume(self, cuda_stream: Stream | None = None) -> bool:
+    def resume(self, cuda_stream: object = None) -> bool:
         """Bring the cache to the GPU, ready for work on the stream. False: it stays SUSPENDED, nothing changed but `last_shortage`.
 
         Refused (False) while any GPU pool group is used beyond `max_util_for_resume`, or if its pages cannot all be had.
         Raises LogicError unless SUSPENDED, or if no stream was ever given.
         """
         state = self._state
+        stream = unsigned_or_none(cuda_stream, "cuda_stream")
         with self._shared.lock:
             tidy(self._shared)
             state.require(SUSPENDED, "resume()")
-            if cuda_stream is None and not state.stream_set:
+            if stream is None and not state.stream_set:
                 raise LogicError("resume() needs a stream: none was ever given to this cache")
             before = state.stream
-            if cuda_stream is not None:
-                self._shared.timeline.record(cuda_stream)  # raises, before anything changes, for a stream that there is not
-                state.stream = cuda_stream
+            if stream is not None:
+                self._shared.timeline.record(stream)  # raises, before anything changes, for a stream that there is not
+                state.stream = stream
             done = False
             try:
                 done = residency.resume(state)
@@ -310,14 +313,15 @@ class KVCache:
             residency.suspend(state)
             conclude(self._shared)
 
-    def prefetch(self, level: CacheLevel) -> bool:
+    def prefetch(self, level: object) -> bool:
         """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
         only."""
         state = self._state
+        target = whole(level, "level")
         with self._shared.lock:
             tidy(self._shared)
             state.require(SUSPENDED, "prefetch()")
-            done = residency.prefetch(state, level)
+            done = residency.prefetch(state, target)
             conclude(self._shared)
         return done
 
@@ -344,18 +348,19 @@ class KVCache:
             tidy(self._shared)
             conclude(self._shared)
 
-    def fork(self, id: SupportsIndex | None = None) -> KVCache:
+    def fork(self, id: object = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
         first resume.
 
         For parallel sampling and tree-of-thought: closing either leaves the other whole. Its capacity is this cache's history.
         Raises LogicError when closed, OutOfPagesError, nothing changed, if a recurrent state has to be copied and has no room.
         """
+        number = request_id(id)
         with self._shared.lock:
             tidy(self._shared)
             self._require_open("fork()")
             self._state.require(self._state.status, "fork()")
-            twin = forking.fork(self._state, request_id(id))
+            twin = forking.fork(self._state, number)
             self._shared.enter(twin)
             conclude(self._shared)
         return KVCache(self._manager, twin)
@@ -378,12 +383,12 @@ class KVCache:
 
     # --- page indices
 
-    def get_base_page_indices(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> Sequence[int]:
+    def get_base_page_indices(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> Sequence[int]:
         """The live int32 array of base page indices, one a block: ours (an `array`), or the buffer that was set, itself.
         BAD_PAGE_INDEX where there is no page."""
         return self._row(layer_group_id, beam_idx).live()
 
-    def set_base_page_index_buf(self, beam_idx: int, layer_group_id: LayerGroupId, buf: object) -> None:
+    def set_base_page_index_buf(self, beam_idx: object, layer_group_id: object, buf: object) -> None:
         """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;
         entries past the last block become BAD. None detaches, leaving the buffer as it is. `suspend()` detaches too: set it
         again after `resume()`."""
@@ -395,26 +400,28 @@ class KVCache:
             row.attach(buf)
 
     def get_aggregated_page_indices(
-        self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX, valid_only: bool = False
+        self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX, valid_only: object = False
     ) -> Iterator[int]:
         """Slot ids, one a block, to be used with `KVCacheManager.get_aggregated_pages`; absent pages are BAD, or left out if
         `valid_only`."""
+        only = flag(valid_only, "valid_only")
         values = self._row(layer_group_id, beam_idx).values()
-        if valid_only:
+        if only:
             return iter([value for value in values if value != BAD_PAGE_INDEX])
         return iter(values)
 
-    def get_ssm_block_base_index(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> int:
+    def get_ssm_block_base_index(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> int:
         """Slot id of the live SSM state; BAD_PAGE_INDEX while it has none or is not ACTIVE."""
-        self._check_beam(beam_idx)
+        beam = self._beam(beam_idx)
+        index = whole(layer_group_id, "layer_group_id")
         state = self._state
         recurrences = state.recurrences()
-        if not recurrences or operator.index(layer_group_id) != recurrences[0].index:
-            raise ConfigError(f"layer group {layer_group_id} is not recurrent")
-        page = recurrences[beam_idx].page
+        if not recurrences or index != recurrences[0].index:
+            raise ConfigError(f"layer group {index} is not recurrent")
+        page = recurrences[beam].page
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
-    def get_scratch_desc(self, layer_group_id: LayerGroupId, beam_idx: int = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
+    def get_scratch_desc(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
         """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
 
         Each beam has slots of its own. Valid until a length changes.
@@ -432,20 +439,21 @@ class KVCache:
         return self._state.scratch
 
     @enable_swa_scratch_reuse.setter
-    def enable_swa_scratch_reuse(self, value: bool) -> None:
+    def enable_swa_scratch_reuse(self, value: object) -> None:
+        wanted = flag(value, "enable_swa_scratch_reuse")
         self._require_open("enable_swa_scratch_reuse")
-        scratch.switch(self._state, value)
+        scratch.switch(self._state, wanted)
 
-    def supports_index_mode(self, mode: PageIndexMode) -> bool:
+    def supports_index_mode(self, mode: object) -> bool:
         """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
-        return mode is PageIndexMode.PER_LAYER or not self.has_scratch_slots
+        return instance(mode, PageIndexMode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
 
-    def _row(self, layer_group_id: int, beam: int) -> IndexRow:
-        return self._lane(layer_group_id, beam).row
+    def _row(self, layer_group_id: object, beam_idx: object) -> IndexRow:
+        return self._lane(layer_group_id, beam_idx).row
 
-    def _lane(self, layer_group_id: int, beam: int) -> Lane:
-        self._check_beam(beam)
-        index = operator.index(layer_group_id)
+    def _lane(self, layer_group_id: object, beam_idx: object) -> Lane:
+        beam = self._beam(beam_idx)
+        index = whole(layer_group_id, "layer_group_id")
         count = len(self._shared.life_cycles)
         if not 0 <= index < count:
             raise ConfigError(f"layer group {index} is out of range: this manager has {count}")
@@ -454,10 +462,12 @@ class KVCache:
             raise ConfigError(f"layer group {index} is recurrent: it has no page for each block")
         return lane
 
-    def _check_beam(self, beam: int) -> None:
+    def _beam(self, beam_idx: object) -> int:
+        beam = whole(beam_idx, "beam_idx")
         width = self._state.width
         if not 0 <= beam < width:
             raise ConfigError(f"beam {beam} is out of range: the beam width is {width}")
+        return beam
 
     def _require_open(self, call: str) -> None:
         if self._state.status == CLOSED:

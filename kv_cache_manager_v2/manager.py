@@ -11,9 +11,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Final, SupportsIndex
+from typing import Final, cast
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.counters import (
@@ -22,7 +22,18 @@ from kv_cache_manager_v2.counters import (
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.doors import request_id
+from kv_cache_manager_v2.doors import (
+    at_least,
+    at_least_or_none,
+    flag,
+    function,
+    instance,
+    instance_or_none,
+    items_of,
+    octets,
+    request_id,
+    shown,
+)
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.ids import (
@@ -60,21 +71,24 @@ class KVCacheManager(ManagerViews):
 
     def __init__(
         self,
-        config: KVCacheManagerConfig,
-        event_manager: CacheListener | None = None,
+        config: object,
+        event_manager: object = None,
         cold_page_codec: object = None,
         *,
-        driver: Driver | None = None,
-        clock: Callable[[], float] | None = None,
+        driver: object = None,
+        clock: object = None,
     ) -> None:
         self._down = True  # until all of it stands, a finaliser has nothing to do
         if cold_page_codec is not None:
-            raise ConfigError("cold_page_codec: pages are stored as they are; codecs are not supported")
-        config = config.copy()
+            raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}: pages are stored as they are, leave it out")
+        listener = instance_or_none(event_manager, CacheListener, "event_manager")  # type: ignore[type-abstract]  # asked, not made
+        given = instance_or_none(driver, Driver, "driver")  # type: ignore[type-abstract]
+        now = time.monotonic if clock is None else cast("Callable[[], float]", function(clock, "clock"))
+        config = instance(config, KVCacheManagerConfig, "config").copy()
         layout = build_layout(config)
         sizings = size_levels(layout, config)
-        self._owns_driver = driver is None
-        device = driver if driver is not None else default_driver()
+        self._owns_driver = given is None
+        device = given if given is not None else default_driver()
         timeline = Timeline(device)
         try:
             counters = MovementCounters(len(layout.life_cycles), len(sizings))
@@ -84,18 +98,17 @@ class KVCacheManager(ManagerViews):
             if self._owns_driver:
                 device.close()
             raise
-        self._event_manager = event_manager
+        self._event_manager = listener
         shield: ShieldedListener | None = None
-        if event_manager is not None and not isinstance(event_manager, KVCacheEventManager):
-            shield = ShieldedListener(event_manager)
-        told = event_manager if shield is None else shield
-        self._history = MissHistory(config.miss_history, told) if config.miss_history > 0 else None
-        listener = told if self._history is None else self._history
+        if listener is not None and not isinstance(listener, KVCacheEventManager):
+            shield = ShieldedListener(listener)
+        shielded = listener if shield is None else shield
+        self._history = MissHistory(config.miss_history, shielded) if config.miss_history > 0 else None
         self._timeline = timeline
-        self._tree = RadixTree(
-            layout.life_cycles, layout.tokens_per_block, hierarchy, listener, make_block_keys(config.block_key_hash)
-        )
-        self._tuner = Tuner(layout, config, sizings, clock if clock is not None else time.monotonic)
+        told = shielded if self._history is None else self._history
+        keys = make_block_keys(config.block_key_hash)
+        self._tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, told, keys)
+        self._tuner = Tuner(layout, config, sizings, now)
         debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
         ledger = Ledger(config.enable_stats, layout, hierarchy)
         super().__init__(
@@ -126,13 +139,13 @@ class KVCacheManager(ManagerViews):
 
     def create_kv_cache(
         self,
-        reuse_scope: ReuseScope | None = None,
+        reuse_scope: object = None,
         input_tokens: object = None,
-        id: SupportsIndex | None = None,
-        custom_priority_callback: PriorityCallback | None = None,
-        expected_prompt_length: int | None = None,
-        text_only: bool | None = None,
-        enable_request_stats: bool = False,
+        id: object = None,
+        custom_priority_callback: object = None,
+        expected_prompt_length: object = None,
+        text_only: object = None,
+        enable_request_stats: object = False,
     ) -> KVCache:
         """A cache for a new request, SUSPENDED, that already holds the longest reusable prefix of `input_tokens`.
 
@@ -142,64 +155,66 @@ class KVCacheManager(ManagerViews):
         range.
         """
         number = request_id(id)
-        if expected_prompt_length is not None and expected_prompt_length < 0:
-            raise ConfigError(f"expected_prompt_length {expected_prompt_length} is negative; leave it out if it is not known")
-        if custom_priority_callback is not None and not callable(custom_priority_callback):
-            raise ConfigError(f"custom_priority_callback {custom_priority_callback!r} cannot be called")
+        expected = at_least_or_none(expected_prompt_length, "expected_prompt_length", 0)
+        callback: PriorityCallback | None = None
+        if custom_priority_callback is not None:
+            callback = cast("PriorityCallback", function(custom_priority_callback, "custom_priority_callback"))
+        counted = flag(enable_request_stats, "enable_request_stats") or self._config.enable_stats
         plain = self._text_only(text_only)
-        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        scope = _scope(reuse_scope)
         tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest
         shared = self._shared
         layout = shared.layout
         with shared.lock:
             self._require_up("create_kv_cache()")
             tidy(self._shared)
-            state = SequenceState(shared, scope, number, custom_priority_callback)
+            state = SequenceState(shared, scope, number, callback)
             state.text_only = plain
-            if self._config.enable_stats or enable_request_stats:
-                if expected_prompt_length is None and tokens is not None:
-                    expected_prompt_length = tokens.num_tokens
-                state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected_prompt_length)
+            if counted:
+                if expected is None and tokens is not None:
+                    expected = tokens.num_tokens
+                state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
             if tokens is not None:
                 residency.take_up(state, self._match(scope, tokens), tokens)
             shared.enter(state)
             conclude(self._shared)
         return KVCache(self, state)
 
-    def probe_reuse(self, reuse_scope: ReuseScope | None, tokens: object) -> int:
+    def probe_reuse(self, reuse_scope: object, tokens: object) -> int:
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
         meanwhile."""
-        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        scope = _scope(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_reuse()")
             return self._match(scope, packed).num_tokens
 
-    def probe_first_new_block_key(self, reuse_scope: ReuseScope | None, tokens: object) -> bytes | None:
+    def probe_first_new_block_key(self, reuse_scope: object, tokens: object) -> bytes | None:
         """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
 
         None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
         """
-        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        scope = _scope(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_first_new_block_key()")
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
 
-    def probe_reuse_by_keys(self, reuse_scope: ReuseScope | None, block_keys: Sequence[bytes]) -> int:
+    def probe_reuse_by_keys(self, reuse_scope: object, block_keys: object) -> int:
         """As `probe_reuse`, for a prompt known by the chained keys of its blocks (without the root's); matches whole blocks only.
 
         The first call computes the keys of all cached blocks; from then on they are kept.
         """
-        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        scope = _scope(reuse_scope)
+        keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
         with self._shared.lock:
             self._require_up("probe_reuse_by_keys()")
-            return match_keys(self._tree, scope, list(block_keys), self._config.reuse_match_backoff).num_tokens
+            return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
 
-    def explain_miss(self, reuse_scope: ReuseScope | None, tokens: object) -> MissReport:
+    def explain_miss(self, reuse_scope: object, tokens: object) -> MissReport:
         """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
         `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
-        scope = reuse_scope if reuse_scope is not None else ReuseScope()
+        scope = _scope(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         config = self._config
         tiers = [tier_config.tier for tier_config in config.cache_tiers]
@@ -226,21 +241,23 @@ class KVCacheManager(ManagerViews):
 
     # --- memory
 
-    def resize(self, cache_level: CacheLevel, quota: int, best_efforts: bool = False) -> ResizeResult:
+    def resize(self, cache_level: object, quota: object, best_efforts: object = False) -> ResizeResult:
         """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
 
         Pages that no longer fit move down or are dropped, in eviction order; those of suspended caches survive. `best_efforts`: the
-        largest feasible quota not above the asked one instead of a refusal. Raises LogicError while a cache is ACTIVE, ConfigError
-        for a level that there is not.
+        largest feasible quota not above the asked one instead of a refusal; of host memory, the larger of 1 GiB and 5 % of what
+        is available stays free then. Raises LogicError while a cache is ACTIVE, ConfigError for a level that there is not.
         """
         level = self._level(cache_level)
+        size = at_least(quota, "quota", 1)
+        yielding = flag(best_efforts, "best_efforts")
         with self._shared.lock:
             self._require_up("resize()")
             tidy(self._shared)
             self._require_all_suspended("resize()")
             current = self._hierarchy.sizings[level]
             weights = self._tuner.target_weights(CacheLevel(level))
-            result = resize_quota(self._hierarchy, level, quota, weights, best_efforts)
+            result = resize_quota(self._hierarchy, level, size, weights, yielding)
             if result.ok and self._hierarchy.sizings[level] is not current:
                 self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
             conclude(self._shared)
@@ -293,12 +310,13 @@ class KVCacheManager(ManagerViews):
     def _match(self, scope: ReuseScope, tokens: TokenSequence) -> Match:
         return match(self._tree, scope, tokens, self._config.enable_partial_reuse, self._config.reuse_match_backoff)
 
-    def _text_only(self, wanted: bool | None) -> bool:
+    def _text_only(self, wanted: object) -> bool:
         if wanted is None:
             return self._config.text_only
-        if self._config.text_only and not wanted:
+        promised = flag(wanted, "text_only")
+        if self._config.text_only and not promised:
             raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
-        return wanted
+        return promised
 
     def _require_up(self, call: str) -> None:
         if self._down:
@@ -339,3 +357,8 @@ class KVCacheManager(ManagerViews):
         for state in list(self._shared.open.values()):
             residency.close(state)
         self._tear_down()
+
+
+def _scope(given: object) -> ReuseScope:
+    """The scope that a caller means: None stands for that of no LoRA and no salt."""
+    return ReuseScope() if given is None else instance(given, ReuseScope, "reuse_scope")

@@ -5,8 +5,6 @@ Rule: nothing here changes a cache or moves a page; readings that reset a counte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.counters import (
     KVCacheIterationStatsDelta,
@@ -18,11 +16,10 @@ from kv_cache_manager_v2.counters import (
     StorageStatistics,
 )
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.doors import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
-    CacheLevel,
-    DataRole,
     LayerGroupId,
     LayerId,
     LifeCycleId,
@@ -31,7 +28,7 @@ from kv_cache_manager_v2.ids import (
 )
 from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
-from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
+from kv_cache_manager_v2.layout.pools import BufferId, BufferPlace, PoolGroupDesc
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.sequence.state import Shared
@@ -72,16 +69,20 @@ class ManagerViews:
         """What was sampled, and the shares that it leads to."""
         return self._shared.tuner
 
-    def get_quota(self, cache_level: CacheLevel) -> int:
+    def get_quota(self, cache_level: object) -> int:
         """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
         return self._hierarchy.sizings[self._level(cache_level)].quota
 
-    def clamp_max_seq_len_for_mem(self, batch_size: int, token_num_upper_bound: int) -> int:
+    def clamp_max_seq_len_for_mem(self, batch_size: object, token_num_upper_bound: object) -> int:
         """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
-        not fit."""
-        return clamp_max_seq_len(
-            self._shared.layout, self._gpu_slots(), batch_size, token_num_upper_bound, self._config.max_util_for_resume
-        )
+        not fit.
+
+        Of one beam each: a further beam shares the full blocks before the length at which the request was widened, and has
+        pages of its own behind it; count those as another sequence, of that many tokens.
+        """
+        batch = at_least(batch_size, "batch_size", 1)
+        upper = at_least(token_num_upper_bound, "token_num_upper_bound", 0)
+        return clamp_max_seq_len(self._shared.layout, self._gpu_slots(), batch, upper, self._config.max_util_for_resume)
 
     # --- layout
 
@@ -102,51 +103,55 @@ class ManagerViews:
         """Layers by layer group."""
         return [list(layers) for layers in self._layout.layers_of]
 
-    def get_layer_group_id(self, layer_id: LayerId) -> LayerGroupId:
+    def get_layer_group_id(self, layer_id: object) -> LayerGroupId:
         """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
         layer."""
-        return LayerGroupId(self._layout.life_cycle_of_layer(layer_id))
+        return LayerGroupId(self._layout.life_cycle_of_layer(whole(layer_id, "layer_id")))
 
     @property
     def pool_group_descs(self) -> list[PoolGroupDesc]:
         """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
         return pool_group_descs(self._layout, self._gpu_slots(), self._gpu_addresses())
 
-    def get_mem_pool_base_address(self, layer_id: LayerId, data_role: DataRole, index_mode: PageIndexMode | None = None) -> int:
+    def get_mem_pool_base_address(self, layer_id: object, data_role: object, index_mode: object = None) -> int:
         """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
-        layout = self._layout
-        place = layout.place(layer_id, data_role)
-        pool_base = self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool)
-        return buffer_base(place, pool_base, resolve_mode(layout, index_mode))
+        place = self._place(layer_id, data_role)
+        mode = resolve_mode(self._layout, instance_or_none(index_mode, PageIndexMode, "index_mode"))
+        return buffer_base(place, self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool), mode)
 
-    def get_page_stride(self, layer_id: LayerId, data_role: DataRole) -> int:
+    def get_page_stride(self, layer_id: object, data_role: object) -> int:
         """Bytes from one page index of a buffer to the next: the configured buffer size."""
-        return self._layout.place(layer_id, data_role).stride
+        return self._place(layer_id, data_role).stride
 
-    def get_page_index_upper_bound(self, layer_id: LayerId, data_role: DataRole) -> int:
+    def get_page_index_upper_bound(self, layer_id: object, data_role: object) -> int:
         """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
         resize."""
-        place = self._layout.place(layer_id, data_role)
+        place = self._place(layer_id, data_role)
         return page_index_upper_bound(self._layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
 
-    def get_page_index_scale(self, layer_id: LayerId, data_role: DataRole) -> int:
+    def get_page_index_scale(self, layer_id: object, data_role: object) -> int:
         """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
-        return self._layout.place(layer_id, data_role).scale
+        return self._place(layer_id, data_role).scale
 
-    def get_page_index_converter(self, layer_id: LayerId, data_role: DataRole) -> PageIndexConverter:
+    def get_page_index_converter(self, layer_id: object, data_role: object) -> PageIndexConverter:
         """What turns base page indices into this buffer's page indices."""
-        return PageIndexConverter(self._layout.place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
+        return PageIndexConverter(self._place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
 
-    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
+    def get_aggregated_pages(self, buffer_ids: object) -> list[AggregatedPageDesc]:
         """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
 
         In order of layer group, pool and offset, so that managers of equal layers pair up.
         """
-        return aggregate(self._layout, buffer_ids, self._gpu_addresses())
+        wanted: list[BufferId] = []
+        for item in each_of(buffer_ids, "buffer_ids", "BufferId"):
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise ConfigError(f"buffer_ids has {shown(item)}; each item must be a BufferId")
+            wanted.append(BufferId(whole(item[0], "layer_id in buffer_ids"), text(item[1], "role in buffer_ids")))
+        return aggregate(self._layout, wanted, self._gpu_addresses())
 
-    def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
+    def supports_index_mode(self, mode: object) -> bool | None:
         """Whether every cache supports this mode always; None: ask the cache."""
-        if mode is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
+        if instance(mode, PageIndexMode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
             return None
         return True
 
@@ -184,7 +189,7 @@ class ManagerViews:
         with self._shared.lock:
             return self._ledger.take_disk_prefetched()
 
-    def get_and_reset_iteration_peak_block_stats(self, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+    def get_and_reset_iteration_peak_block_stats(self, level: object = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
         """By pool group, the largest counts that any public call left since the last reading."""
         with self._shared.lock:
             return self._ledger.take_peaks(self._level(level))
@@ -208,7 +213,7 @@ class ManagerViews:
         with self._shared.lock:
             self._ledger.resumed += 1 if self._ledger.enabled else 0
 
-    def get_storage_statistics(self, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
+    def get_storage_statistics(self, level: object = GPU_LEVEL) -> list[StorageStatistics]:
         """Slots of each pool group on a level, now."""
         number = self._level(level)
         hierarchy = self._hierarchy
@@ -220,36 +225,41 @@ class ManagerViews:
                 for group, sizes in enumerate(self._layout.slot_sizes)
             ]
 
-    def get_life_cycle_pool_group_indices(self, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupId]:
+    def get_life_cycle_pool_group_indices(self, level: object = GPU_LEVEL) -> list[PoolGroupId]:
         """The pool group of each life cycle; the same on every level."""
         self._level(level)
         return list(self._layout.pool_group_of)
 
-    def mark_stats_dirty(self, id: int | None) -> None:
+    def mark_stats_dirty(self, id: object) -> None:
         """Note that a request has counts to commit. None is ignored."""
-        if id is not None and id not in self._ledger.excluded:
-            self._ledger.dirty.add(id)
+        number = request_id(id)
+        if number is not None and number not in self._ledger.excluded:
+            self._ledger.dirty.add(number)
 
-    def clear_stats_dirty(self, id: int | None) -> None:
-        if id is not None:
-            self._ledger.dirty.discard(id)
+    def clear_stats_dirty(self, id: object) -> None:
+        number = request_id(id)
+        if number is not None:
+            self._ledger.dirty.discard(number)
 
     def get_dirty_stats_kv_cache_ids(self) -> set[int]:
         """Ids of the requests that have counts to commit. A copy."""
         return set(self._ledger.dirty)
 
-    def mark_stats_excluded(self, id: int | None) -> None:
+    def mark_stats_excluded(self, id: object) -> None:
         """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
-        if id is not None:
-            self._ledger.excluded.add(id)
-            self._ledger.dirty.discard(id)
+        number = request_id(id)
+        if number is not None:
+            self._ledger.excluded.add(number)
+            self._ledger.dirty.discard(number)
 
-    def clear_stats_excluded(self, id: int | None) -> None:
-        if id is not None:
-            self._ledger.excluded.discard(id)
+    def clear_stats_excluded(self, id: object) -> None:
+        number = request_id(id)
+        if number is not None:
+            self._ledger.excluded.discard(number)
 
-    def is_stats_excluded(self, id: int | None) -> bool:
-        return id is not None and id in self._ledger.excluded
+    def is_stats_excluded(self, id: object) -> bool:
+        number = request_id(id)
+        return number is not None and number in self._ledger.excluded
 
     # --- settings
 
@@ -295,10 +305,14 @@ class ManagerViews:
 
     # --- inside
 
-    def _level(self, level: int) -> int:
-        if not 0 <= level < self._hierarchy.num_levels:
-            raise ConfigError(f"cache level {level} is out of range: this manager has levels 0..{self._hierarchy.num_levels - 1}")
-        return level
+    def _level(self, level: object) -> int:
+        number = whole(level, "cache_level")
+        if not 0 <= number < self._hierarchy.num_levels:
+            raise ConfigError(f"cache level {number} is out of range: this manager has levels 0..{self._hierarchy.num_levels - 1}")
+        return number
+
+    def _place(self, layer_id: object, data_role: object) -> BufferPlace:
+        return self._layout.place(whole(layer_id, "layer_id"), text(data_role, "data_role"))
 
     def _gpu_slots(self) -> list[int]:
         return [self._hierarchy.total(GPU_LEVEL, group) for group in range(self._layout.num_pool_groups)]

@@ -11,9 +11,9 @@ skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
+from kv_cache_manager_v2.doors import instance, instances, items_of, whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.page_table import FLAT, TOKENS_FIRST, KVCachePageTable, LayerGroup, LocalLayer, PhysicalPool, PoolView
 
@@ -53,16 +53,18 @@ class TransferPlan:
         self.pairings = pairings
         self.filled: dict[tuple[int, str], int] = {}  # (global layer, role) -> bytes of a block that the plan brings
 
-    def moves(self, source_slots: Sequence[Sequence[int]], destination_slots: Sequence[Sequence[int]]) -> list[ByteMove]:
+    def moves(self, source_slots: object, destination_slots: object) -> list[ByteMove]:
         """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
 
         A block is moved where the destination has a page. Raises ConfigError (a ValueError), before anything is moved, if the
         source has none there, or for a slot beyond a pool's end. O(blocks x segments).
         """
+        sources = _by_group(source_slots, "source_slots", self.source)
+        destinations = _by_group(destination_slots, "destination_slots", self.destination)
         moves: list[ByteMove] = []
         for pairing in self.pairings:
-            given = source_slots[pairing.source_group]
-            taken = destination_slots[pairing.destination_group]
+            given = sources[pairing.source_group]
+            taken = destinations[pairing.destination_group]
             self.source.check_slots(pairing.source_group, given)
             self.destination.check_slots(pairing.destination_group, taken)
             for ordinal, slot in enumerate(taken):
@@ -84,32 +86,47 @@ class TransferPlan:
         return moves
 
 
-def match_page_tables(source: KVCachePageTable, destination: KVCachePageTable) -> TransferPlan:
+def _by_group(values: object, name: str, table: KVCachePageTable) -> list[list[int]]:
+    """Slot ids, negative where a block has none, of each layer group."""
+    groups = items_of(values, name, "sequences of slot ids, one for each layer group")
+    if len(groups) != len(table.layer_groups):
+        raise ConfigError(f"{name} has slots of {len(groups)} layer groups: the table has {len(table.layer_groups)}")
+    found: list[list[int]] = []
+    for index, group in enumerate(groups):
+        owner = f"{name}[{index}]"
+        found.append([whole(item, owner) for item in items_of(group, owner, "slot ids")])
+    return found
+
+
+def match_page_tables(source: object, destination: object) -> TransferPlan:
     """Find what the source rank has for the destination rank; nothing in common gives an empty plan.
 
     Raises ConfigError (a ValueError) where both have a buffer and its bytes cannot be matched: other block lengths, sizes a
     head, heads that do not divide evenly, or a split of what cannot be split.
     """
-    if source.tokens_per_block != destination.tokens_per_block:
+    ours, theirs = instance(source, KVCachePageTable, "source"), instance(destination, KVCachePageTable, "destination")
+    if ours.tokens_per_block != theirs.tokens_per_block:
         raise ConfigError(
-            f"blocks of {source.tokens_per_block} and of {destination.tokens_per_block} tokens cannot be matched page by page"
+            f"blocks of {ours.tokens_per_block} and of {theirs.tokens_per_block} tokens cannot be matched page by page"
         )
-    plan = TransferPlan(source, destination, [])
-    for given in range(len(source.layer_groups)):
-        for taken in range(len(destination.layer_groups)):
+    plan = TransferPlan(ours, theirs, [])
+    for given in range(len(ours.layer_groups)):
+        for taken in range(len(theirs.layer_groups)):
             segments = _match_groups(plan, given, taken)
             if segments:
                 plan.pairings.append(GroupPairing(given, taken, tuple(_merge(segments))))
     return plan
 
 
-def missing_buffers(destination: KVCachePageTable, plans: Sequence[TransferPlan]) -> list[tuple[int, str]]:
+def missing_buffers(destination: object, plans: object) -> list[tuple[int, str]]:
     """(global layer, role) of the buffers that the plans of all source ranks together do not fill wholly."""
+    table = instance(destination, KVCachePageTable, "destination")
+    given = instances(plans, TransferPlan, "plans")
     missing: list[tuple[int, str]] = []
-    for index, group in enumerate(destination.layer_groups):
+    for index, group in enumerate(table.layer_groups):
         for view in group.pool_views:
-            for piece in _pieces(group, view, destination.pool(index, view), view.mapper_kind == FLAT):
-                brought = sum([plan.filled.get((piece.layer.global_id, piece.role), 0) for plan in plans])
+            for piece in _pieces(group, view, table.pool(index, view), view.mapper_kind == FLAT):
+                brought = sum([plan.filled.get((piece.layer.global_id, piece.role), 0) for plan in given])
                 if brought != piece.size:
                     missing.append((piece.layer.global_id, piece.role))
     return missing

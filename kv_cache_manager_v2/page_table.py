@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2 import doors
 from kv_cache_manager_v2.config import SsmLayerConfig
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import LayerGroupId, LayerId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.pools import PoolDesc, PoolGroupDesc, SlotDescVariant
@@ -147,18 +148,22 @@ class KVCachePageTable:
 
     # --- extraction
 
-    def pool(self, layer_group: int, view: PoolView) -> PhysicalPool:
+    def pool(self, layer_group: object, view: object) -> PhysicalPool:
         """The memory that a view of a layer group divides."""
-        return self.pool_groups[self.layer_groups[layer_group].pool_group_idx].pools[view.pool_idx]
+        pools = self._pools(self._group(layer_group))
+        number = doors.instance(view, PoolView, "view").pool_idx
+        if not 0 <= number < len(pools):
+            raise ConfigError(f"view {view!r} is of pool {number}: layer group {layer_group} has {len(pools)} pools")
+        return pools[number]
 
-    def slot_regions(self, layer_group: int, slot_ids: Sequence[int]) -> list[SlotRegion]:
+    def slot_regions(self, layer_group: object, slot_ids: object) -> list[SlotRegion]:
         """The whole slots of a request's blocks, pool by pool; absent ones (negative ids: out of the window) are left out.
 
         Raises ConfigError (a ValueError) for a slot that the pools do not have. O(slots x pools).
         """
-        group = self.layer_groups[layer_group]
-        pools = self.pool_groups[group.pool_group_idx].pools
-        valid = [slot for slot in slot_ids if slot >= 0]
+        group = self._group(layer_group)
+        pools = self._pools(group)
+        valid = [slot for slot in _slots(slot_ids, "slot_ids") if slot >= 0]
         self.check_slots(layer_group, valid)
         return [
             SlotRegion(pools[view.pool_idx].base_address + pools[view.pool_idx].slot_bytes * slot, pools[view.pool_idx].slot_bytes)
@@ -166,10 +171,11 @@ class KVCachePageTable:
             for slot in valid
         ]
 
-    def check_slots(self, layer_group: int, slot_ids: Sequence[int]) -> None:
+    def check_slots(self, layer_group: object, slot_ids: object) -> None:
         """Raise ConfigError if a slot is beyond the end of the layer group's pools."""
-        for pool in self.pool_groups[self.layer_groups[layer_group].pool_group_idx].pools:
-            for slot in slot_ids:
+        slots = _slots(slot_ids, "slot_ids")
+        for pool in self._pools(self._group(layer_group)):
+            for slot in slots:
                 if slot >= pool.num_slots:
                     raise ConfigError(f"slot {slot} of layer group {layer_group}: its pools have {pool.num_slots} slots")
 
@@ -185,9 +191,9 @@ class KVCachePageTable:
                     regions.append(MemoryRegion(f"kv_cache_memory_pool{len(regions)}", pool.base_address, pool.nbytes))
         return regions
 
-    def state_sections(self, layer_group: int) -> list[StateSection]:
+    def state_sections(self, layer_group: object) -> list[StateSection]:
         """Where the state of each recurrent layer lies, buffer by buffer. Raises ConfigError for a layer group of attention."""
-        group = self.layer_groups[layer_group]
+        group = self._group(layer_group)
         if not group.recurrent:
             raise ConfigError(f"layer group {layer_group} is not recurrent")
         global_of = {layer.local_id: layer.global_id for layer in group.local_layers}
@@ -199,15 +205,31 @@ class KVCachePageTable:
                 sections.append(StateSection(global_of[entry.local_layer_id], entry.role, address, pool.slot_bytes, entry.size))
         return sections
 
-    def request_slots(self, cache: KVCache) -> list[list[int]]:
-        """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot."""
+    def request_slots(self, cache: object, beam: object = 0) -> list[list[int]]:
+        """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot.
+
+        Of one beam: the blocks that a further beam shares with beam 0 are absent, so that each block is moved once. Raises
+        LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
+        """
+        request = doors.instance(cache, KVCache, "cache")
+        if not request.is_active:
+            raise LogicError(f"request_slots() needs a cache that is ACTIVE: only there it has slots; {request!r}")
         slots: list[list[int]] = []
         for index, group in enumerate(self.layer_groups):
             if group.recurrent:
-                slots.append([cache.get_ssm_block_base_index(LayerGroupId(index))])
+                slots.append([request.get_ssm_block_base_index(LayerGroupId(index), beam)])
             else:
-                slots.append(list(cache.get_aggregated_page_indices(LayerGroupId(index))))
+                slots.append(list(request.get_aggregated_page_indices(LayerGroupId(index), beam)))
         return slots
+
+    def _group(self, layer_group: object) -> LayerGroup:
+        number = doors.whole(layer_group, "layer_group")
+        if not 0 <= number < len(self.layer_groups):
+            raise ConfigError(f"layer_group {number} is out of range: the table has {len(self.layer_groups)} layer groups")
+        return self.layer_groups[number]
+
+    def _pools(self, group: LayerGroup) -> tuple[PhysicalPool, ...]:
+        return self.pool_groups[group.pool_group_idx].pools
 
     # --- dictionaries
 
@@ -225,21 +247,22 @@ class KVCachePageTable:
         }
 
     @staticmethod
-    def from_dict(data: Mapping[str, object]) -> KVCachePageTable:
+    def from_dict(data: object) -> KVCachePageTable:
         """The table of a dictionary. Raises ConfigError for one that is not of this format."""
+        fields = doors.mapping(data, "data", "what `to_dict` gives")
         try:
-            if data["format"] != FORMAT:
-                raise ConfigError(f"page table of format {data['format']}: this version reads format {FORMAT}")
+            if fields["format"] != FORMAT:
+                raise ConfigError(f"page table of format {doors.shown(fields['format'])}: this version reads format {FORMAT}")
             groups = [
                 PhysicalPoolGroup(tuple([PhysicalPool(*_numbers(pool, 3)) for pool in _items(group)]))
-                for group in _items(data["pool_groups"])
+                for group in _items(fields["pool_groups"])
             ]
             return KVCachePageTable(
-                _number(data["tokens_per_block"]),
-                tuple([_group_from_dict(group) for group in _items(data["layer_groups"])]),
+                _number(fields["tokens_per_block"]),
+                tuple([_group_from_dict(group) for group in _items(fields["layer_groups"])]),
                 tuple(groups),
-                _number(data["tensor_rank"]),
-                _number(data["tensor_size"]),
+                _number(fields["tensor_rank"]),
+                _number(fields["tensor_size"]),
             )
         except KeyError as error:
             raise ConfigError(f"page table without {error}") from error
@@ -333,28 +356,45 @@ class LayerInfo:
     recurrent: bool = False
     repetitions: Mapping[str, int] = field(default_factory=dict)  # by role, where a buffer has blocks of its own; else 1
 
+    def __post_init__(self) -> None:
+        doors.flag(doors.given(self, "recurrent"), "recurrent")
+        object.__setattr__(self, "global_id", doors.at_least(doors.given(self, "global_id"), "global_id", 0))
+        object.__setattr__(self, "kv_heads", doors.at_least(doors.given(self, "kv_heads"), "kv_heads", 0))
+        object.__setattr__(self, "window", doors.at_least_or_none(doors.given(self, "window"), "window", 1))
+        repetitions: dict[str, int] = {}
+        for role, count in doors.mapping(doors.given(self, "repetitions"), "repetitions", "roles to numbers").items():
+            repetitions[doors.text(role, "a role of repetitions")] = doors.at_least(count, "repetitions", 1)
+        object.__setattr__(self, "repetitions", repetitions)
+
 
 def build_page_table(
-    descs: Sequence[PoolGroupDesc],
-    tokens_per_block: int,
-    layers: Mapping[LayerId, LayerInfo],
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
-    head_order: str = TOKENS_FIRST,
+    descs: object,
+    tokens_per_block: object,
+    layers: object,
+    tensor_rank: object = 0,
+    tensor_size: object = 1,
+    head_order: object = TOKENS_FIRST,
 ) -> KVCachePageTable:
     """The page table of a rank, from the descriptors of its pool groups.
 
     Raises ConfigError (a ValueError) for a layer without information, two layers with one global id, a layer group that no
     descriptor names, a tensor rank out of range, or an unknown order of heads.
     """
-    if not 0 <= tensor_rank < tensor_size:
-        raise ConfigError(f"tensor_rank {tensor_rank} is out of range: tensor_size is {tensor_size}")
-    if head_order not in (TOKENS_FIRST, HEADS_FIRST):
-        raise ConfigError(f"head_order {head_order!r} is unknown: it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
+    given = doors.instances(descs, PoolGroupDesc, "descs")
+    block_length = doors.at_least(tokens_per_block, "tokens_per_block", 1)
+    rank, size = doors.at_least(tensor_rank, "tensor_rank", 0), doors.at_least(tensor_size, "tensor_size", 1)
+    if rank >= size:
+        raise ConfigError(f"tensor_rank {rank} is out of range: tensor_size is {size}")
+    order = doors.text(head_order, "head_order")
+    if order not in (TOKENS_FIRST, HEADS_FIRST):
+        raise ConfigError(f"head_order {order!r} is unknown: it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
+    infos: dict[LayerId, LayerInfo] = {}
+    for layer_id, info in doors.mapping(layers, "layers", "layer ids to LayerInfo").items():
+        infos[doors.whole(layer_id, "a layer id of layers")] = doors.instance(info, LayerInfo, f"layers[{layer_id!r}]")
     by_id: dict[int, LayerGroup] = {}
-    for position, desc in enumerate(descs):
+    for position, desc in enumerate(given):
         for variant in desc.slot_desc.variants:
-            by_id[variant.layer_group_id] = _build_group(position, desc.pools, variant, layers, head_order)
+            by_id[variant.layer_group_id] = _build_group(position, desc.pools, variant, infos, order)
     missing = [index for index in range(len(by_id)) if index not in by_id]
     if len(by_id) == 0 or missing:
         raise ConfigError(f"no descriptor names layer group {missing[0] if missing else 0}; they name {sorted(by_id)}")
@@ -367,9 +407,9 @@ def build_page_table(
             owner[layer.global_id] = layer.local_id
     pools = [
         PhysicalPoolGroup(tuple([PhysicalPool(pool.base_address, pool.slot_bytes, desc.num_slots) for pool in desc.pools]))
-        for desc in descs
+        for desc in given
     ]
-    return KVCachePageTable(tokens_per_block, groups, tuple(pools), tensor_rank, tensor_size)
+    return KVCachePageTable(block_length, groups, tuple(pools), rank, size)
 
 
 def _build_group(
@@ -401,35 +441,53 @@ def _build_group(
 
 
 def page_table_of(
-    manager: KVCacheManager,
-    kv_heads: int | Mapping[LayerId, int] = 0,
-    global_ids: Mapping[LayerId, int] | None = None,
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
-    head_order: str = TOKENS_FIRST,
+    manager: object,
+    kv_heads: object = 0,
+    global_ids: object = None,
+    tensor_rank: object = 0,
+    tensor_size: object = 1,
+    head_order: object = TOKENS_FIRST,
 ) -> KVCachePageTable:
     """The page table of a manager. `kv_heads`: heads on this rank, of all attention layers or by layer; 0: unknown.
 
     `global_ids`: which layer of the whole model each one is; by default its own id. Raises as `build_page_table`.
     """
-    config = manager.init_config
+    owner = doors.instance(manager, KVCacheManager, "manager")
+    by_layer = _by_layer(kv_heads, "kv_heads") if isinstance(kv_heads, Mapping) else None
+    heads_of_all = doors.at_least(kv_heads, "kv_heads", 0) if by_layer is None else 0
+    global_of = None if global_ids is None else _by_layer(global_ids, "global_ids")
+    config = owner.init_config
     layers: dict[LayerId, LayerInfo] = {}
     for layer in config.layers:
         recurrent = isinstance(layer, SsmLayerConfig)
-        heads = kv_heads if isinstance(kv_heads, int) else kv_heads.get(layer.layer_id, 0)
-        number = layer.layer_id if global_ids is None else global_ids.get(layer.layer_id)
+        heads = heads_of_all if by_layer is None else by_layer.get(layer.layer_id, 0)
+        number = layer.layer_id if global_of is None else global_of.get(layer.layer_id)
         if number is None:
             raise ConfigError(f"global_ids says nothing about layer {layer.layer_id}")
         repetitions = {str(buffer.role): buffer.expansion(config.tokens_per_block) for buffer in layer.buffers}
         layers[layer.layer_id] = LayerInfo(number, 0 if recurrent else heads, layer.window_size, recurrent, repetitions)
-    return build_page_table(manager.pool_group_descs, config.tokens_per_block, layers, tensor_rank, tensor_size, head_order)
+    return build_page_table(owner.pool_group_descs, config.tokens_per_block, layers, tensor_rank, tensor_size, head_order)
 
 
-def virtual_layer_id(model_layer: int, attention_type: int, num_attention_types: int) -> int:
+def _by_layer(values: object, name: str) -> dict[int, int]:
+    """Numbers by layer."""
+    found: dict[int, int] = {}
+    for layer_id, value in doors.mapping(values, name, "layer ids to numbers").items():
+        found[doors.whole(layer_id, f"a layer id of {name}")] = doors.at_least(value, f"{name}[{layer_id!r}]", 0)
+    return found
+
+
+def _slots(values: object, name: str) -> list[int]:
+    """Slot ids, negative where a block has none."""
+    return [doors.whole(item, name) for item in doors.items_of(values, name, "slot ids")]
+
+
+def virtual_layer_id(model_layer: object, attention_type: object, num_attention_types: object) -> int:
     """A global id for models in which one layer has several kinds of attention, each a layer of the manager.
 
     `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.
     """
-    if not 0 <= attention_type < num_attention_types:
-        raise ConfigError(f"attention_type {attention_type} is out of range: there are {num_attention_types}")
-    return model_layer * num_attention_types + attention_type
+    kind, count = doors.at_least(attention_type, "attention_type", 0), doors.at_least(num_attention_types, "num_attention_types", 1)
+    if kind >= count:
+        raise ConfigError(f"attention_type {kind} is out of range: there are {count}")
+    return doors.at_least(model_layer, "model_layer", 0) * count + kind

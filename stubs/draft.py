@@ -45,6 +45,23 @@ def simple(value: ast.expr | None) -> ast.expr | None:
     return value if inner is None or isinstance(inner, ast.Constant) else ELLIPSIS
 
 
+def known_parameters(stub: Path) -> dict[tuple[str, str, str], ast.expr]:
+    """(class or "", function or property, parameter) -> annotation, of the stub as it stands. The sources say `object` where
+    they check for themselves what a user passes; the stubs say what should be passed."""
+    known: dict[tuple[str, str, str], ast.expr] = {}
+    if not stub.exists():
+        return known
+    tree = ast.parse(stub.read_text())
+    owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for owner in owners:
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef):
+                for each in [*node.args.args, *node.args.kwonlyargs]:
+                    if each.annotation is not None:
+                        known[owner.name if isinstance(owner, ast.ClassDef) else "", node.name, each.arg] = each.annotation
+    return known
+
+
 class Drafter:
     """One module's stub."""
 
@@ -52,6 +69,7 @@ class Drafter:
         self.stub = STUBS / f"{module}.pyi"
         self.source = ast.parse((PACKAGE / f"{module}.py").read_text())
         self.known = known_types(self.stub)
+        self.promised = known_parameters(self.stub)
 
     def write(self) -> None:
         body = ast.Module(list(self.statements(self.source.body)), [])
@@ -66,7 +84,7 @@ class Drafter:
             elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 yield from self.statements(node.body)
             elif isinstance(node, ast.FunctionDef) and public(node.name):
-                yield self.function(node)
+                yield self.function(node, "")
             elif isinstance(node, ast.ClassDef) and public(node.name):
                 yield self.klass(node)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -80,8 +98,11 @@ class Drafter:
             return ast.AnnAssign(node.target, known, None, 1)
         return node
 
-    def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
+    def function(self, node: ast.FunctionDef, owner: str) -> ast.FunctionDef:
         node.body = [ast.Expr(ELLIPSIS)]
+        for each in [*node.args.args, *node.args.kwonlyargs]:
+            if each.annotation is not None and ast.unparse(each.annotation) == "object":
+                each.annotation = self.promised.get((owner, node.name, each.arg), each.annotation)
         node.args.defaults = [simple(value) or ELLIPSIS for value in node.args.defaults]
         node.args.kw_defaults = [simple(value) for value in node.args.kw_defaults]
         node.decorator_list = [each for each in node.decorator_list if "mypyc" not in ast.unparse(each)]
@@ -103,7 +124,7 @@ class Drafter:
                 if member.name == "__init__":
                     fields.extend(self.attributes(node.name, member))
                 if public(member.name):
-                    methods.append(self.function(member))
+                    methods.append(self.function(member, node.name))
         node.body = [*fields, *methods] or [ast.Expr(ELLIPSIS)]
         return node
 

@@ -32,6 +32,7 @@ from kv_cache_manager_v2.device.schedule import (
 )
 from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.device.workers import ThreadSchedule
+from kv_cache_manager_v2.doors import at_least, octets, positive, text, whole
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
 from kv_cache_manager_v2.ids import Stream
 
@@ -52,29 +53,29 @@ class EmulatedDriver(Driver):
 
     def __init__(
         self,
-        schedule: str = "eager",
-        seed: int = 0,
-        transfer_timeout: float | None = None,
-        stall_timeout_s: float = 30.0,
-        io_threads: int = DEFAULT_IO_THREADS,
+        schedule: object = "eager",
+        seed: object = 0,
+        transfer_timeout: object = None,
+        stall_timeout_s: object = 30.0,
+        io_threads: object = DEFAULT_IO_THREADS,
     ) -> None:
-        if schedule not in _SCHEDULES:
+        self.schedule_name = text(schedule, "schedule")
+        if self.schedule_name not in _SCHEDULES:
             raise ConfigError(f"schedule={schedule!r}: must be one of {', '.join(_SCHEDULES)}")
-        if transfer_timeout is not None and not transfer_timeout > 0:
-            raise ConfigError(f"transfer_timeout={transfer_timeout}: must be positive")
-        self.schedule_name = schedule
-        self.seed = seed
+        self.seed = whole(seed, "seed")
+        timeout = None if transfer_timeout is None else positive(transfer_timeout, "transfer_timeout")
+        stall_s = positive(stall_timeout_s, "stall_timeout_s")
+        workers = at_least(io_threads, "io_threads", 1)
         self._tally = Tally()
         self._schedule: Schedule
-        if schedule == "threads":
-            timeout_s = DEFAULT_TIMEOUT_S if transfer_timeout is None else float(transfer_timeout)
-            self._schedule = ThreadSchedule(self._tally, timeout_s, stall_timeout_s, io_threads)
+        if self.schedule_name == "threads":
+            self._schedule = ThreadSchedule(self._tally, DEFAULT_TIMEOUT_S if timeout is None else timeout, stall_s, workers)
         else:
-            calls = DEFAULT_TIMEOUT_CALLS if transfer_timeout is None else int(transfer_timeout)
-            if schedule == "eager":
+            calls = DEFAULT_TIMEOUT_CALLS if timeout is None else int(timeout)
+            if self.schedule_name == "eager":
                 self._schedule = EagerSchedule(self._tally, calls)
             else:
-                self._schedule = RandomSchedule(self._tally, calls, seed)
+                self._schedule = RandomSchedule(self._tally, calls, self.seed)
         self._space = AddressSpace(GRANULARITY)
         self._failures = FaultPlan(CALLS)
         self._hangs = FaultPlan(FILE_CALLS)
@@ -93,7 +94,7 @@ class EmulatedDriver(Driver):
 
     # --- faults and gates, for tests
 
-    def fail(self, call: str, nth: int = 1, times: int | None = 1, effect: str = EFFECT_ERROR) -> None:
+    def fail(self, call: object, nth: object = 1, times: object = 1, effect: object = EFFECT_ERROR) -> None:
         """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
 
         A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
@@ -101,7 +102,7 @@ class EmulatedDriver(Driver):
         """
         self._failures.order(call, nth, times, effect)
 
-    def hang(self, call: str, nth: int = 1, times: int | None = 1) -> EmulatedGate:
+    def hang(self, call: object, nth: object = 1, times: object = 1) -> EmulatedGate:
         """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
         order = self._hangs.order(call, nth, times, EFFECT_ERROR)
         gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
@@ -113,10 +114,10 @@ class EmulatedDriver(Driver):
         self._failures.clear()
         self._hangs.clear()
 
-    def gate(self, stream: Stream = DEFAULT_STREAM) -> EmulatedGate:
+    def gate(self, stream: object = DEFAULT_STREAM) -> EmulatedGate:
         """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
         self._advance()
-        queue = self._queue("gate", stream)
+        queue = self._queue("gate", whole(stream, "stream"))
         self._handles += 1
         gate = EmulatedGate(f"gate {self._handles} on stream {stream}", self._schedule)
         self._schedule.submit(queue, HoldOperation(gate))
@@ -207,18 +208,20 @@ class EmulatedDriver(Driver):
         self._advance()
         self._space.host_unregister(address, nbytes)
 
-    def read_bytes(self, address: int, nbytes: int) -> bytes:
+    def read_bytes(self, address: object, nbytes: object) -> bytes:
         """The bytes of device or registered host memory as they are now, whatever is still queued."""
-        if nbytes == 0:
+        source, count = whole(address, "address"), at_least(nbytes, "nbytes", 0)
+        if count == 0:
             return b""
-        self._space.check_copy("read_bytes", "source", address, nbytes)
-        return read_memory(address, nbytes)
+        self._space.check_copy("read_bytes", "source", source, count)
+        return read_memory(source, count)
 
-    def write_bytes(self, address: int, data: bytes) -> None:
+    def write_bytes(self, address: object, data: object) -> None:
         """Overwrite device or registered host memory now, whatever is still queued."""
-        if data:
-            self._space.check_copy("write_bytes", "destination", address, len(data))
-            write_memory(address, data)
+        destination, given = whole(address, "address"), octets(data, "data")
+        if given:
+            self._space.check_copy("write_bytes", "destination", destination, len(given))
+            write_memory(destination, given)
 
     # --- streams and events
 

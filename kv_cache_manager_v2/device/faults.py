@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kv_cache_manager_v2.doors import at_least, at_least_or_none, text
 from kv_cache_manager_v2.errors import ConfigError
 
 EFFECT_ERROR: Final = "error"  # the call is refused; a file transfer ends with EIO
@@ -64,14 +65,16 @@ class FaultPlan:
         self._allowed = allowed
         self._orders: list[FaultOrder] = []
 
-    def order(self, call: str, nth: int, times: int | None, effect: str) -> FaultOrder:
-        if call not in self._allowed:
-            raise ConfigError(f"no fault can be ordered for the call {call!r}; one of {', '.join(self._allowed)}")
-        if nth < 1 or (times is not None and times < 1):
-            raise ConfigError(f"nth={nth} and times={times} must be at least 1 (times=None: for ever)")
-        if effect != EFFECT_ERROR and (effect != EFFECT_SHORT or call not in FILE_CALLS):
-            raise ConfigError(f"effect {effect!r} of {call}: must be 'error', or 'short' for a file transfer")
-        order = FaultOrder(call, nth - 1, -1 if times is None else times, effect)
+    def order(self, call: object, nth: object, times: object, effect: object) -> FaultOrder:
+        name = text(call, "call")
+        if name not in self._allowed:
+            raise ConfigError(f"no fault can be ordered for the call {name!r}; one of {', '.join(self._allowed)}")
+        skip = at_least(nth, "nth", 1) - 1
+        count = at_least_or_none(times, "times", 1)
+        kind = text(effect, "effect")
+        if kind != EFFECT_ERROR and (kind != EFFECT_SHORT or name not in FILE_CALLS):
+            raise ConfigError(f"effect {kind!r} of {name}: must be 'error', or 'short' for a file transfer")
+        order = FaultOrder(name, skip, -1 if count is None else count, kind)
         self._orders.append(order)
         self.armed = True
         return order

@@ -6,8 +6,8 @@ Rule: sizes and counts are exact ints; no float takes part in a decision about m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar, cast
 
+from kv_cache_manager_v2.doors import at_least, instance, whole
 from kv_cache_manager_v2.errors import ConfigError
 
 
@@ -34,19 +34,17 @@ def round_half_even(a: int, b: int) -> int:
     return quotient
 
 
-def exact_div(a: int, b: int) -> int:
+def exact_div(a: object, b: object) -> int:
     """a / b, which must leave no rest. Raises ConfigError otherwise."""
-    if b == 0 or a % b != 0:
-        raise ConfigError(f"{a} is not a multiple of {b}")
-    return a // b
+    whole_a, whole_b = whole(a, "a"), whole(b, "b")
+    if whole_b == 0 or whole_a % whole_b != 0:
+        raise ConfigError(f"{whole_a} is not a multiple of {whole_b}")
+    return whole_a // whole_b
 
 
-_Id = TypeVar("_Id", bound=int)
-
-
-def typed_range(end: _Id) -> list[_Id]:
-    """The ids 0, 1, ..., end-1, of the same type as `end`: for loops over what a NewType counts."""
-    return cast("list[_Id]", list(range(end)))
+def typed_range(end: object) -> list[int]:
+    """The ids 0, 1, ..., end-1, to type checkers of the same type as `end`: for loops over what a NewType counts."""
+    return list(range(at_least(end, "end", 0)))
 
 
 class HalfOpenRange:
@@ -55,9 +53,9 @@ class HalfOpenRange:
     Not a tuple: a compiled tuple subclass would lose its own length and truth value.
     """
 
-    def __init__(self, beg: int, end: int) -> None:
-        self.beg = beg
-        self.end = end
+    def __init__(self, beg: object, end: object) -> None:
+        self.beg = whole(beg, "beg")
+        self.end = whole(end, "end")
 
     def __len__(self) -> int:
         return self.end - self.beg if self.end > self.beg else 0
@@ -85,6 +83,7 @@ class HalfOpenRange:
     def __repr__(self) -> str:
         return f"HalfOpenRange({self.beg}, {self.end})"
 
-    def intersect(self, other: HalfOpenRange) -> HalfOpenRange:
+    def intersect(self, other: object) -> HalfOpenRange:
         """The members common to both."""
-        return HalfOpenRange(max(self.beg, other.beg), min(self.end, other.end))
+        given = instance(other, HalfOpenRange, "other")
+        return HalfOpenRange(max(self.beg, given.beg), min(self.end, given.end))

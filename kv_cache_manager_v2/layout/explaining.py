@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
+from kv_cache_manager_v2.doors import instance
 from kv_cache_manager_v2.ids import CacheTier, LayerGroupId, PoolGroupId
 from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing, plan_levels, structural_slots
@@ -86,13 +87,14 @@ class SizingTable:
         )
 
 
-def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
+def explain_sizing(config: object) -> SizingTable:
     """How the quota of each tier of a configuration becomes slots, by pool group, and what bounds it. Takes no memory.
 
     A quota below its minimum is shown raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
     """
-    layout = build_layout(config)
-    sizings, _raised = plan_levels(layout, config)
+    given = instance(config, KVCacheManagerConfig, "config")
+    layout = build_layout(given)
+    sizings, _raised = plan_levels(layout, given)
     one_request = structural_slots(layout)
     levels = [_explain_level(layout, index, sizing, one_request) for index, sizing in enumerate(sizings)]
     return SizingTable(levels, [_name_group(layout, index) for index in range(layout.num_life_cycles)])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Final
 
+from kv_cache_manager_v2.doors import at_least
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 
@@ -69,9 +70,9 @@ class LifeCycle(ABC):
     def structural_floor(self, widest_window_blocks: int) -> int:
         """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
 
-    def get_stale_range(self, history_length: int) -> HalfOpenRange:
+    def get_stale_range(self, history_length: object) -> HalfOpenRange:
         """`stale` as a range object: what custom priority callbacks may ask."""
-        beg, end = self.stale(history_length)
+        beg, end = self.stale(at_least(history_length, "history_length", 0))
         return HalfOpenRange(beg, end)
 
 

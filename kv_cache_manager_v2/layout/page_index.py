@@ -19,8 +19,8 @@ buffers of a layer ever meet, whatever u and S are, and q blocks need ceil(q * u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
 
+from kv_cache_manager_v2.doors import WORD_LIMIT, at_least, each_of, instance, instance_or_none, wholes
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, PageIndexMode
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div
@@ -30,9 +30,9 @@ from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
 class ScratchDesc:
     """The scratch blocks of one request in one layer group, and the slots that they share. Truthy iff there are any blocks."""
 
-    def __init__(self, range: HalfOpenRange, slot_ids: Sequence[int]) -> None:
-        self.range = range  # block ordinals
-        self.slot_ids = list(slot_ids)
+    def __init__(self, range: object, slot_ids: object) -> None:
+        self.range = instance(range, HalfOpenRange, "range")  # block ordinals
+        self.slot_ids = wholes(slot_ids, "slot_ids", 0)
 
     def __bool__(self) -> bool:
         return bool(self.range)
@@ -60,15 +60,15 @@ class PageIndexConverter:
         self.layer_first = place.layer_first  # position of the first of them
         self.scratch_enabled = scratch_enabled  # then the caller must say the mode: the common default would be wrong
 
-    def __call__(
-        self, base_indices: Iterable[int], mode: PageIndexMode | None = None, scratch: ScratchDesc | None = None
-    ) -> array[int]:
+    def __call__(self, base_indices: object, mode: object = None, scratch: object = None) -> array[int]:
         """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
 
         `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED where scratch blocks may
         occur, if the scratch slots are too few for their blocks, or if an index does not fit int32.
         """
-        with_scratch = scratch is not None and bool(scratch)
+        mode = instance_or_none(mode, PageIndexMode, "mode")
+        borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
+        with_scratch = borrowed is not None and bool(borrowed)
         if mode is None and (with_scratch or self.scratch_enabled):
             raise ConfigError("the page index mode is missing; with scratch reuse pass mode=PageIndexMode.PER_LAYER")
         if with_scratch and mode is not PageIndexMode.PER_LAYER:
@@ -77,8 +77,8 @@ class PageIndexConverter:
         offset = self.layer_offset if mode is PageIndexMode.PER_LAYER else 0
         bases = _as_list(base_indices)
         pages = [base * scale + offset if base >= 0 else BAD_PAGE_INDEX for base in bases]
-        if scratch is not None and with_scratch:
-            self._place_scratch(pages, scratch)
+        if borrowed is not None and with_scratch:
+            self._place_scratch(pages, borrowed)
         if self.expansion > 1:
             pages = self._expand(pages)
         try:
@@ -118,23 +118,16 @@ class PageIndexConverter:
         return expanded
 
 
-def _as_list(indices: Iterable[int]) -> list[int]:
-    """A list of plain ints; buffers (array, memoryview, numpy) are unpacked in one go."""
-    if isinstance(indices, list):
-        return indices
-    if isinstance(indices, tuple):
-        return list(indices)
-    if isinstance(indices, array):
-        return indices.tolist()
-    return _unpack(indices)
-
-
-def _unpack(indices: object) -> list[int]:
+def _as_list(indices: object) -> list[int]:
+    """A list of plain ints; buffers (array, memoryview, numpy) are unpacked in one go, and so are lists checked."""
     try:
-        view = memoryview(indices)  # type: ignore[arg-type]
-    except TypeError:
-        return [int(index) for index in indices]  # type: ignore[attr-defined]
-    return view.tolist()
+        if isinstance(indices, (list, tuple, array)):
+            return array("q", indices).tolist()
+        if not isinstance(indices, (str, bytes, bytearray)):
+            return array("q", memoryview(indices)).tolist()  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, NotImplementedError):  # no buffer, or of something else: look at each item
+        pass
+    return [at_least(item, "base_indices", -WORD_LIMIT) for item in each_of(indices, "base_indices", "integers")]
 
 
 def page_index_upper_bound(layout: StorageLayout, place: BufferPlace, num_slots: int) -> int:

@@ -13,13 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from hashlib import sha256
-from operator import index
-from typing import Final, SupportsIndex
+from typing import Final
 
 from blake3 import blake3
 
+from kv_cache_manager_v2.doors import at_least, instance, text, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.ids import UNSIGNED_64_LIMIT
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence, has_digest, pack, unpack
 
 KEY_BYTES: Final = 32
@@ -30,9 +29,9 @@ _SALT_BIT: Final = 2
 class ReuseScope:
     """Who may share cached blocks: requests of equal LoRA id and equal salt. None is a value of its own, different from 0."""
 
-    def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None:
-        self.lora_id: Final[int | None] = _unsigned_64("lora_id", lora_id)
-        self.salt: Final[int | None] = _unsigned_64("salt", salt)
+    def __init__(self, lora_id: object = None, salt: object = None) -> None:
+        self.lora_id: Final[int | None] = unsigned_or_none(lora_id, "lora_id")
+        self.salt: Final[int | None] = unsigned_or_none(salt, "salt")
         mask = (0 if lora_id is None else _LORA_BIT) | (0 if salt is None else _SALT_BIT)
         self.data: Final = bytes([mask]) + _field(self.lora_id) + _field(self.salt)  # the scope bytes
 
@@ -104,16 +103,15 @@ def key_bytes(tokens: bytes) -> bytes:
 
 
 def sequence_to_blockchain_keys(
-    tokens_per_block: int, reuse_scope: ReuseScope | None, tokens: object, block_key_hash: str = "blake3"
+    tokens_per_block: object, reuse_scope: object, tokens: object, block_key_hash: object = "blake3"
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
     """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
 
     Takes the same tokens as `pack`; a digest is given back as its 32 bytes. Raises ConfigError before the first item.
     """
-    if tokens_per_block <= 0:
-        raise ConfigError(f"tokens_per_block {tokens_per_block}: must be at least 1")
-    scope = ReuseScope() if reuse_scope is None else reuse_scope
-    return _chain(tokens_per_block, scope, pack(tokens), make_block_keys(block_key_hash))
+    length = at_least(tokens_per_block, "tokens_per_block", 1)
+    scope = ReuseScope() if reuse_scope is None else instance(reuse_scope, ReuseScope, "reuse_scope")
+    return _chain(length, scope, pack(tokens), make_block_keys(text(block_key_hash, "block_key_hash")))
 
 
 def _chain(
@@ -125,19 +123,6 @@ def _chain(
         data = sequence.slice_bytes(beg, min(beg + tokens_per_block, sequence.num_tokens))
         key = keys.block_key(key, data)
         yield unpack(data), key
-
-
-def _unsigned_64(name: str, value: SupportsIndex | None) -> int | None:
-    """A scope field as an int. Raises ConfigError for what is not an unsigned 64-bit integer."""
-    if value is None:
-        return None
-    try:
-        number = index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number < UNSIGNED_64_LIMIT:
-        raise ConfigError(f"{name} {value!r}: must be None or an integer in [0, 2**64)")
-    return number
 
 
 def _field(value: int | None) -> bytes:

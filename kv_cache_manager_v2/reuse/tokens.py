@@ -13,7 +13,7 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from ctypes import string_at
 from dataclasses import dataclass, field
 from operator import index
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.doors import at_least, given, octets, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 
@@ -40,9 +41,12 @@ class MmItemContext:
     uuid: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        digest: object = self.digest  # whatever the caller passed
-        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
-            raise ConfigError(f"digest {self.digest!r}: must be {DIGEST_BYTES} bytes")
+        digest = octets(given(self, "digest"), "digest")
+        if len(digest) != DIGEST_BYTES:
+            raise ConfigError(f"digest {shown(digest)}: must be {DIGEST_BYTES} bytes")
+        uuid = given(self, "uuid")
+        if uuid is not None:
+            text(uuid, "uuid")
 
 
 class TokenSequence:
@@ -117,7 +121,7 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
         if not isinstance(items, list):
             raise ConfigError(f"tokens {tokens!r}: must be one-dimensional")
         return _pack_items(items, text_only)
-    if not isinstance(tokens, Iterable):
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (Mapping, Set)):
         raise ConfigError(
             f"tokens are of type {type(tokens).__name__}: pass a sequence of ids and digests, or a buffer of integers"
         )
@@ -179,22 +183,27 @@ def packed_token(token: int) -> bytes:
 
 
 def gen_multimodal_cache_key_tokens(
-    id_offset: int, multi_modal_data_digest: bytes, num_tokens: int, token_offset: int = 0, uuid: str | None = None
+    id_offset: object, multi_modal_data_digest: object, num_tokens: object, token_offset: object = 0, uuid: object = None
 ) -> list[int | bytes | MmItemContext]:
     """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
 
     The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
-    keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1 or a negative token_offset.
+    keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
     """
-    if len(multi_modal_data_digest) != DIGEST_BYTES:
-        raise ConfigError(f"multi_modal_data_digest has {len(multi_modal_data_digest)} bytes: must be {DIGEST_BYTES}")
-    if num_tokens <= 0:
-        raise ConfigError(f"num_tokens {num_tokens}: must be at least 1")
-    if token_offset < 0:
-        raise ConfigError(f"token_offset {token_offset}: must not be negative")
-    result: list[int | bytes | MmItemContext] = list(range(id_offset + token_offset, id_offset + token_offset + num_tokens))
-    if token_offset == 0:
-        result[0] = multi_modal_data_digest if uuid is None else MmItemContext(multi_modal_data_digest, uuid)
+    digest = octets(multi_modal_data_digest, "multi_modal_data_digest")
+    if len(digest) != DIGEST_BYTES:
+        raise ConfigError(f"multi_modal_data_digest has {len(digest)} bytes: must be {DIGEST_BYTES}")
+    name = None if uuid is None else text(uuid, "uuid")
+    offset = at_least(token_offset, "token_offset", 0)
+    first = at_least(id_offset, "id_offset", 0) + offset
+    end = first + at_least(num_tokens, "num_tokens", 1)
+    if end > TOKEN_ID_LIMIT:
+        raise ConfigError(
+            f"id_offset {id_offset}, token_offset {token_offset}, num_tokens {num_tokens}: ids end at {TOKEN_ID_LIMIT}"
+        )
+    result: list[int | bytes | MmItemContext] = list(range(first, end))
+    if offset == 0:
+        result[0] = digest if name is None else MmItemContext(digest, name)
     return result
 
 
@@ -304,6 +313,10 @@ def _buffer_words(tokens: object) -> bytes | None:
 
 def _tensor_words(tensor: Any) -> bytes | None:
     """A torch tensor in host memory as 32-bit words, read at its address; None if it must be read element by element."""
+    if not isinstance(tensor.dim(), int):
+        raise ConfigError(
+            f"tokens are of type {type(tensor).__name__}: pass a sequence of ids and digests, or a buffer of integers"
+        )
     if tensor.dim() != 1:
         raise ConfigError(f"tokens are a tensor of shape {tuple(tensor.shape)}: must be one-dimensional")
     if tensor.device.type != "cpu":

@@ -1,9 +1,7 @@
 from collections.abc import Iterable, Sequence
-from typing import Final
 
+from kv_cache_manager_v2.event_records import NO_GROUP as NO_GROUP
 from kv_cache_manager_v2.event_records import BlockHash, EventSnapshot, KVCacheEvent
-
-NO_GROUP: Final = -1
 
 class MirroredBlock:
     parent_hash: BlockHash | None

@@ -1,9 +1,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 BlockHash: TypeAlias = int | str
 MmKey: TypeAlias = tuple[Any, ...]
+NO_GROUP: Final = -1
 
 @dataclass(frozen=True)
 class UniqueToken:
@@ -81,3 +82,8 @@ class EventSnapshot:
     next_event_id: int
 
 def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]: ...
+def block_hash_of(value: object, name: str) -> BlockHash: ...
+def group_of(layer_group_id: object) -> int: ...
+def groups_of(layer_group_ids: object) -> list[int]: ...
+def names_of(block_hashes: object) -> list[BlockHash | bytes]: ...
+def windows_of(given: object) -> dict[int, int]: ...

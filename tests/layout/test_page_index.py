@@ -66,7 +66,7 @@ def test_inputs(kind: str) -> None:
     elif kind == "generator":
         indices = (value for value in values)
     convert = PageIndexConverter(small_layout(attention(0, 64, 64)).place(LayerId(0), VALUE))
-    assert list(convert(indices, PER_LAYER)) == [3, -1, 7]  # type: ignore[arg-type]
+    assert list(convert(indices, PER_LAYER)) == [3, -1, 7]
     assert values == [1, -1, 3]
 
 

@@ -96,8 +96,8 @@ def pair(given: Request, taken: Request, layer: int) -> list[Callable[[], None]]
 
 
 def slots(cache: KVCache, group: int) -> list[int]:
-    every = list(cache.get_aggregated_page_indices(group))  # type: ignore[arg-type]
-    valid = list(cache.get_aggregated_page_indices(group, valid_only=True))  # type: ignore[arg-type]
+    every = list(cache.get_aggregated_page_indices(group))
+    valid = list(cache.get_aggregated_page_indices(group, valid_only=True))
     assert len(every) == cache.num_blocks
     assert valid == [slot for slot in every if slot >= 0]
     return valid

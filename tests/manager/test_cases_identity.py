@@ -66,9 +66,9 @@ def test_case_132_salt_range() -> None:
         assert len({keys(ReuseScope(None, salt), toks(0, 4))[0] for salt in salts}) == len(salts)
     for wrong in (-1, -(1 << 63), 1 << 64, 1.0, "1", b"1"):
         with pytest.raises(ConfigError):
-            ReuseScope(None, wrong)  # type: ignore[arg-type]
+            ReuseScope(None, wrong)
         with pytest.raises(ConfigError):
-            ReuseScope(wrong)  # type: ignore[arg-type]
+            ReuseScope(wrong)
 
 
 def test_case_132_request_ids_are_unsigned_64_bit() -> None:

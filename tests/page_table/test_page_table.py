@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from kv_cache_manager_v2 import ConfigError, DataRole, EmulatedDriver, KVCacheManager, LayerGroupId, LayerId, PageIndexMode
+from kv_cache_manager_v2 import (
+    ConfigError,
+    DataRole,
+    EmulatedDriver,
+    KVCacheManager,
+    LayerGroupId,
+    LayerId,
+    LogicError,
+    PageIndexMode,
+)
 from kv_cache_manager_v2.page_table import (
     HEADS_FIRST,
     INDEXED,
@@ -170,7 +179,7 @@ def test_what_the_descriptors_do_not_say_must_be_said() -> None:
         with pytest.raises(ConfigError, match="layers 0 and 1 both have the global id 3"):
             build_page_table(descs, 32, {LayerId(0): LayerInfo(3), LayerId(1): LayerInfo(3)})
         for rank_, size in ((1, 1), (-1, 2), (0, 0)):
-            with pytest.raises(ConfigError, match="tensor_rank"):
+            with pytest.raises(ConfigError, match=r"tensor_rank|tensor_size is 0"):
                 build_page_table(descs, 32, both, rank_, size)
         with pytest.raises(ConfigError, match="head_order"):
             build_page_table(descs, 32, both, head_order="HDN")
@@ -201,3 +210,34 @@ def test_recurrent_slots_of_a_request() -> None:
         cache = rig.start().cache
         assert cache.resize(64)
         assert table.request_slots(cache) == [rig.indices(cache), [cache.get_ssm_block_base_index(LayerGroupId(1))]]
+
+
+def test_slots_of_a_further_beam() -> None:
+    """What it shares with beam 0 is absent, so that each block is moved once; a beam that there is not is refused."""
+    config = model([attention(0, 4 * KIB), ssm(1, 64 * KIB)], gpu=8 << 20)
+    with Rig(config, engine=False) as rig:
+        table = page_table_of(rig.manager)
+        cache = rig.start().cache
+        assert cache.resize(80, 70)  # two full blocks of history, and a third that is still written
+        cache.beam_width = 2
+        attended, states = zip(table.request_slots(cache), table.request_slots(cache, 1), strict=True)
+        assert [slot >= 0 for slot in attended[1]] == [False, False, True]
+        assert attended[1] == list(cache.get_aggregated_page_indices(LayerGroupId(0), 1))
+        assert states[0] != states[1]
+        assert len({attended[0][2], attended[1][2]}) == 2
+        with pytest.raises(ConfigError, match="beam 2 is out of range"):
+            table.request_slots(cache, 2)
+
+
+def test_only_an_active_request_has_slots() -> None:
+    """A plan made of the slots of any other would silently move nothing."""
+    with Rig(model([attention(0, 4 * KIB)], gpu=8 << 20), engine=False) as rig:
+        table = page_table_of(rig.manager)
+        cache = rig.start().cache
+        assert cache.resize(40)
+        cache.suspend()
+        with pytest.raises(LogicError, match="ACTIVE"):
+            table.request_slots(cache)
+        cache.close()
+        with pytest.raises(LogicError, match="ACTIVE"):
+            table.request_slots(cache)

@@ -177,7 +177,7 @@ def test_carriers_agree() -> None:
 
 def test_errors_come_before_the_first_item() -> None:
     """The iterator is lazy, its validation is not."""
-    with pytest.raises(ConfigError, match="tokens_per_block 0"):
+    with pytest.raises(ConfigError, match="tokens_per_block is 0"):
         sequence_to_blockchain_keys(0, None, [1])
     with pytest.raises(ConfigError, match="position 0 is -1"):
         sequence_to_blockchain_keys(4, None, [-1])
@@ -205,9 +205,9 @@ def test_the_whole_unsigned_range_is_a_scope(value: int) -> None:
 def test_no_other_value_is_a_scope(value: object) -> None:
     """Out of range is refused, not truncated onto another tenant (case 132)."""
     with pytest.raises(ConfigError, match="salt"):
-        ReuseScope(salt=value)  # type: ignore[arg-type]  # what an untyped caller may pass
+        ReuseScope(salt=value)  # what an untyped caller may pass
     with pytest.raises(ConfigError, match="lora_id"):
-        ReuseScope(value)  # type: ignore[arg-type]
+        ReuseScope(value)
 
 
 def test_scopes_are_values() -> None:

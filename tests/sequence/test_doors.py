@@ -42,9 +42,9 @@ def test_other_types_are_refused_with_the_value(value: object) -> None:
         with pytest.raises(ConfigError, match="must be an integer"):
             resize_batch([cache], [value])  # type: ignore[list-item]
         with pytest.raises(ConfigError, match="must be an integer"):
-            rig.manager.create_kv_cache(id=value)  # type: ignore[arg-type]
+            rig.manager.create_kv_cache(id=value)
         with pytest.raises(ConfigError, match="must be an integer"):
-            cache.fork(value)  # type: ignore[arg-type]
+            cache.fork(value)
         assert (cache.capacity, cache.history_length) == (4, 0)
         assert rig.manager.num_open_caches == 1
 
