@@ -45,9 +45,9 @@ def test_a_wrong_order_is_refused() -> None:
     driver = EmulatedDriver()
     with pytest.raises(ConfigError, match=r"'cpoy'.*copy_batch"):
         driver.fail("cpoy")
-    with pytest.raises(ConfigError, match="nth=0"):
+    with pytest.raises(ConfigError, match="nth is 0"):
         driver.fail("copy", nth=0)
-    with pytest.raises(ConfigError, match="times=0"):
+    with pytest.raises(ConfigError, match="times is 0"):
         driver.fail("copy", times=0)
     with pytest.raises(ConfigError, match="'short' for a file transfer"):
         driver.fail("copy", effect="short")

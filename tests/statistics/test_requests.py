@@ -69,7 +69,7 @@ def test_without_tokens_nothing_is_generation() -> None:
         for end in (4, 8, 12):
             assert cache.resize(end, end)
         assert cache.commit_pending_stats() == request(3, 3)
-    with rig_of(blocks(8)) as rig, pytest.raises(ConfigError, match="expected_prompt_length -1"):
+    with rig_of(blocks(8)) as rig, pytest.raises(ConfigError, match="expected_prompt_length is -1"):
         suspended_cache(rig, None, None, -1)
 
 
