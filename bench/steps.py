@@ -120,7 +120,7 @@ class Collection(Work):
 
 
 class CollectionFrozen(Collection):
-    """The same where the process called `gc.freeze` once the manager stood, as a server does: tables of slots are left alone."""
+    """The same where the process called `gc.freeze` once the manager stood, as a server does: what stood by then is skipped."""
 
     def __init__(self, setting: Setting) -> None:
         self.bench = Bench(setting, setting.cached + 256)

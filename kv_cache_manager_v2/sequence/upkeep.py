@@ -103,7 +103,7 @@ def check_everything(shared: Shared) -> None:
 
 
 def check_accounts(shared: Shared) -> None:
-    """Assert that each request is consistent in itself, and that pages' counters equal what requests account for."""
+    """Assert that each request is consistent in itself, and that the counters of all pages equal what requests account for."""
     locks: dict[int, int] = {}
     holds: dict[int, int] = {}
     pages: dict[int, Page] = {}
@@ -129,8 +129,10 @@ def check_accounts(shared: Shared) -> None:
                 book[key] = book.get(key, 0) + 1
                 pages[key] = recurrence.page
     _check_pins(shared)
-    for key, page in pages.items():
+    for page in pages.values():
         assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
+    for page in shared.hierarchy.levels.all_pages():
+        key = id(page)
         assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
 

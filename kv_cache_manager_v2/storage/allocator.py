@@ -3,17 +3,21 @@
 Rule: a free slot carries the point at which its last user is done; whoever takes it waits for that point before writing. A slot
 whose point has passed is preferred to one never used, and one never used to one still busy.
 
-Issued ids are 0 .. issued-1. Each of them is taken, ready, pending, or (while shrinking) set aside.
+Issued ids are 0 .. issued-1. Each of them is taken, ready, pending, or (while shrinking) set aside. Who has a taken one is known to
+the lists of pages (see Levels), not here: what is kept by slot is packed, and nothing for the cyclic collector.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from librt.vecs import append, pop, vec
+from mypy_extensions import i64
+
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
-from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
+from kv_cache_manager_v2.storage.waiting import WaitingSlots
 
 PROBED_PENDING: Final = 4  # pending slots asked for readiness per allocation: bounds the cost, and one slow user blocks nobody
 
@@ -26,66 +30,61 @@ class SlotAllocator:
         self.capacity = capacity  # slots that the arenas behind can hold
         self.free = capacity  # slots that `allocate` can hand out now
         self.issued = 0  # ids ever issued: the high-water mark
-        self.pages: list[Page | None] = []  # by slot id below `issued`: who has it; None if free or set aside
+        self._taken: vec[bool] = vec[bool]()  # by slot id below `issued`: somebody has it
         self._target = capacity  # no id at or above it is issued; below `capacity` only while shrinking
-        self._ready: list[SlotId] = []  # free, last user known to be done; a stack, so that low ids are reused
-        self._pending_slots: list[SlotId] = []  # free, last user perhaps still running, in order of release ...
-        self._pending_points: list[Point] = []  # ... and when it is done
-        self._pending_beg = 0  # first valid position of the two lists
-        self._aside_slots: list[SlotId] = []  # free ids at or above the target of a pending shrink
-        self._aside_points: list[Point] = []
-        self._unbound = Page(-1, -1, -1, NO_SLOT, 0, NULL_POINT)  # stands for the owner until `bind`
+        self._ready: vec[i64] = vec[i64]()  # free, last user known to be done; a stack, so that low ids are reused
+        self._pending = WaitingSlots()  # free, last user perhaps still running
+        self._aside = WaitingSlots()  # free ids at or above the target of a pending shrink
 
     def allocate(self) -> tuple[SlotId, Point]:
         """A slot and the point that its new owner must wait for before touching it. Raises OutOfPagesError if none is free."""
         if self.free <= 0:
             raise OutOfPagesError(f"none of {self._target} slots is free; make room before allocating")
         self.free -= 1
-        if self._ready:
-            slot = self._ready.pop()
-            self.pages[slot] = self._unbound
-            return slot, NULL_POINT
-        pending = len(self._pending_slots) - self._pending_beg
-        if pending > 0:
+        if len(self._ready) > 0:
+            self._ready, ready = pop(self._ready)
+            self._taken[ready] = True
+            return SlotId(ready), NULL_POINT
+        if len(self._pending) > 0:
             index = self._first_done()
             if index >= 0:
-                slot, _point = self._take_pending(index)
+                slot = self._pending.take(index)
+                self._taken[slot] = True
                 return slot, NULL_POINT
         if self.issued < self._target:
             slot = SlotId(self.issued)
             self.issued += 1
-            self.pages.append(self._unbound)
+            self._taken = append(self._taken, True)
             return slot, NULL_POINT
-        return self._take_pending(self._pending_beg)
-
-    def bind(self, slot: SlotId, page: Page) -> None:
-        """Note the page that lives in an allocated slot."""
-        assert self.pages[slot] is not None, "a page was bound to a free slot"
-        self.pages[slot] = page
+        point = self._pending.point(0)
+        slot = self._pending.take(0)
+        self._taken[slot] = True
+        return slot, point
 
     def release(self, slot: SlotId, point: Point) -> None:
         """Take a slot back; `point` is the end of its last use. Raises LogicError if the slot is not taken."""
-        if not 0 <= slot < self.issued or self.pages[slot] is None:
+        if not self.taken(slot):
             raise LogicError(f"slot {slot} is not taken ({self.issued} ids issued): it was released twice or never allocated")
-        self.pages[slot] = None
+        self._taken[slot] = False
         if slot >= self._target:
-            self._aside_slots.append(slot)
-            self._aside_points.append(point)
+            self._aside.push(slot, point)
             return
         self.free += 1
         if point == NULL_POINT:
-            self._ready.append(slot)
+            self._ready = append(self._ready, slot)
         else:
-            self._pending_slots.append(slot)
-            self._pending_points.append(point)
+            self._pending.push(slot, point)
+
+    def taken(self, slot: SlotId) -> bool:
+        """Whether somebody has the slot."""
+        return 0 <= slot < self.issued and self._taken[slot]
 
     def _first_done(self) -> int:
         """Position of a pending slot whose last user is done, among the first few; -1 if there is none."""
-        beg = self._pending_beg
-        end = min(len(self._pending_slots), beg + PROBED_PENDING)
+        pending = self._pending
         asked = -1  # the stream just found busy: its later points are not over either
-        for index in range(beg, end):
-            point = self._pending_points[index]
+        for index in range(min(len(pending), PROBED_PENDING)):
+            point = pending.point(index)
             if point >> SEQUENCE_BITS == asked:
                 continue
             if self._timeline.done(point):
@@ -93,26 +92,6 @@ class SlotAllocator:
             if point >> SEQUENCE_BITS > 0:
                 asked = point >> SEQUENCE_BITS
         return -1
-
-    def _take_pending(self, index: int) -> tuple[SlotId, Point]:
-        beg = self._pending_beg
-        slot = self._pending_slots[index]
-        point = self._pending_points[index]
-        if index != beg:
-            self._pending_slots[index] = self._pending_slots[beg]
-            self._pending_points[index] = self._pending_points[beg]
-        beg += 1
-        if beg == len(self._pending_slots):
-            self._pending_slots.clear()
-            self._pending_points.clear()
-            beg = 0
-        elif beg >= 256 and beg * 2 > len(self._pending_slots):
-            del self._pending_slots[:beg]
-            del self._pending_points[:beg]
-            beg = 0
-        self._pending_beg = beg
-        self.pages[slot] = self._unbound
-        return slot, point
 
     # --- resizing
 
@@ -133,68 +112,47 @@ class SlotAllocator:
             raise LogicError(f"cannot shrink {self.capacity} slots to {capacity} (shrinking: {self.shrinking()})")
         self._target = capacity
         ready = self._ready
-        self._ready = []
-        for slot in ready:
-            if slot < capacity:
-                self._ready.append(slot)
+        self._ready = vec[i64]()
+        for index in range(len(ready)):
+            if ready[index] < capacity:
+                self._ready = append(self._ready, ready[index])
             else:
-                self._aside_slots.append(slot)
-                self._aside_points.append(NULL_POINT)
-        slots = self._pending_slots[self._pending_beg :]
-        points = self._pending_points[self._pending_beg :]
-        self._pending_slots = []
-        self._pending_points = []
-        self._pending_beg = 0
-        for index in range(len(slots)):
-            if slots[index] < capacity:
-                self._pending_slots.append(slots[index])
-                self._pending_points.append(points[index])
-            else:
-                self._aside_slots.append(slots[index])
-                self._aside_points.append(points[index])
-        self.free = len(self._ready) + len(self._pending_slots) + max(capacity - self.issued, 0)
-
-    def blocking(self) -> list[Page]:
-        """Pages whose slots a pending shrink would cut off, by slot id. O(slots cut off)."""
-        found: list[Page] = []
-        for slot in range(self._target, self.issued):
-            page = self.pages[slot]
-            if page is not None:
-                found.append(page)
-        return found
+                self._aside.push(SlotId(ready[index]), NULL_POINT)
+        pending = self._pending
+        self._pending = WaitingSlots()
+        for index in range(len(pending)):
+            slot = pending.slot(index)
+            waiting = self._pending if slot < capacity else self._aside
+            waiting.push(slot, pending.point(index))
+        self.free = self._num_recycled() + max(capacity - self.issued, 0)
 
     def abort_shrink(self) -> None:
         """Undo `prepare_shrink`."""
-        self._pending_slots.extend(self._aside_slots)
-        self._pending_points.extend(self._aside_points)
-        self._aside_slots.clear()
-        self._aside_points.clear()
+        for index in range(len(self._aside)):
+            self._pending.push(self._aside.slot(index), self._aside.point(index))
+        self._aside.clear()
         self._target = self.capacity
         self.free = self._num_recycled() + self.capacity - self.issued
 
     def finish_shrink(self) -> None:
         """Forget the ids above the target; the host waits for their last users. Raises LogicError if one is still taken."""
         cut = max(0, self.issued - self._target)
-        if len(self._aside_slots) != cut:
-            raise LogicError(
-                f"{cut - len(self._aside_slots)} slots at or above {self._target} are still taken; move their pages first"
-            )
-        last = NULL_POINT
-        for point in self._aside_points:
-            if point != last:
-                self._timeline.synchronize(point)
-                last = point
-        self._aside_slots.clear()
-        self._aside_points.clear()
+        if len(self._aside) != cut:
+            raise LogicError(f"{cut - len(self._aside)} slots at or above {self._target} are still taken; move their pages first")
+        self._wait_for(self._aside)
+        self._aside.clear()
         self.issued = min(self.issued, self._target)
-        del self.pages[self.issued :]
+        self._taken = self._taken[: self.issued]
         self.capacity = self._target
 
     def synchronize(self) -> None:
         """Block the host until the last user of every free slot is done. O(free slots)."""
+        self._wait_for(self._pending)
+
+    def _wait_for(self, slots: WaitingSlots) -> None:
         last = NULL_POINT
-        for index in range(self._pending_beg, len(self._pending_points)):
-            point = self._pending_points[index]
+        for index in range(len(slots)):
+            point = slots.point(index)
             if point != last:
                 self._timeline.synchronize(point)
                 last = point
@@ -203,30 +161,29 @@ class SlotAllocator:
 
     def num_taken(self) -> int:
         """Slots that somebody has, by subtraction. O(1)."""
-        return self.issued - self._num_recycled() - len(self._aside_slots)
+        return self.issued - self._num_recycled() - len(self._aside)
 
     def _num_recycled(self) -> int:
-        return len(self._ready) + len(self._pending_slots) - self._pending_beg
+        return len(self._ready) + len(self._pending)
 
     def check_invariants(self) -> None:
         """Every issued id is in exactly one place, and `free` counts what can be handed out. O(issued)."""
-        assert len(self.pages) == self.issued, f"{len(self.pages)} owners for {self.issued} issued ids"
+        assert len(self._taken) == self.issued, f"{len(self._taken)} slots noted of {self.issued} issued ids"
         assert self.issued <= self.capacity, f"{self.issued} ids issued of {self.capacity} slots"
+        self._pending.check_invariants()
+        self._aside.check_invariants()
+        ready = [SlotId(self._ready[index]) for index in range(len(self._ready))]
+        pending = [self._pending.slot(index) for index in range(len(self._pending))]
+        aside = [self._aside.slot(index) for index in range(len(self._aside))]
         seen = bytearray(self.issued)
-        pending = self._pending_slots[self._pending_beg :]
-        for slot in self._ready + pending + self._aside_slots:
+        for slot in ready + pending + aside:
             assert seen[slot] == 0, f"slot {slot} is free twice"
-            assert self.pages[slot] is None, f"slot {slot} is free and taken"
+            assert not self._taken[slot], f"slot {slot} is free and taken"
             seen[slot] = 1
-        taken = 0
-        for page in self.pages:
-            if page is not None:
-                taken += 1
-        assert taken + len(self._ready) + len(pending) + len(self._aside_slots) == self.issued, "a slot id is nowhere"
+        taken = sum([1 for slot in range(self.issued) if self._taken[slot]])
+        assert taken + len(ready) + len(pending) + len(aside) == self.issued, "a slot id is nowhere"
         assert self.free == self._num_recycled() + max(self._target - self.issued, 0), f"free count {self.free} is wrong"
-        for slot in self._ready + pending:
+        for slot in ready + pending:
             assert slot < self._target, f"slot {slot} may not be issued any more"
-        for slot in self._aside_slots:
+        for slot in aside:
             assert slot >= self._target, f"slot {slot} was set aside for nothing"
-        assert len(self._pending_slots) == len(self._pending_points), "a pending slot without its point"
-        assert len(self._aside_slots) == len(self._aside_points), "a slot set aside without its point"

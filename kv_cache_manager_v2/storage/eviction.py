@@ -49,15 +49,14 @@ class EvictionQueue:
 
     def remove(self, page: Page) -> None:
         """Leave the queue, from any place."""
-        assert page.queued, "a page that is not queued cannot leave the queue"
-        before = page.before
-        after = page.after
-        assert before is not None
-        assert after is not None
-        before.after = after
-        after.before = before
+        self.hand_over(page)
         page.before = None
         page.after = None
+
+    def hand_over(self, page: Page) -> None:
+        """As `remove`, for a page that joins another list at once: its own links are left to be overwritten."""
+        assert page.queued, "a page that is not queued cannot leave the queue"
+        page.unlink()
         page.queued = False
         self.length -= 1
         if page.holds > 0:

@@ -125,11 +125,10 @@ class Hierarchy(PageKeeper):
         waits for it. Raises OutOfPagesError if no slot is free: call `acquire` first."""
         assert 0 <= priority <= 100, "a page's priority lies in 0..100"
         group = self._pool_group_of[life_cycle]
-        allocator = self.levels.allocators[group]
-        slot, ready = allocator.allocate()
+        slot, ready = self.levels.allocators[group].allocate()
         page = Page(life_cycle, group, GPU_LEVEL, slot, priority, ready)
         page.locks = 1
-        allocator.pages[slot] = page
+        self.levels.kept[group].add(page)
         return page
 
     def lock(self, page: Page) -> None:
@@ -156,10 +155,9 @@ class Hierarchy(PageKeeper):
             if page.holds == 1:  # a page of nobody, as a copy just made: now it can be moved down
                 self.levels.settle(page)
         elif page.holds == 1:
-            queue = self.levels.queues[page.level * self.num_groups + page.pool_group]
-            queue.held += 1
+            self.levels.queues[page.level * self.num_groups + page.pool_group].held += 1
             if page.level == self._last:
-                queue.remove(page)
+                self.levels.dequeue(page)
 
     def release(self, page: Page) -> None:
         """Undo one `hold`; a page that nobody needs any more stays with its owner, or is gone."""
@@ -274,8 +272,7 @@ class Hierarchy(PageKeeper):
         if shortage is None:
             for page in pages:
                 if page.level == level and page.queued:
-                    self.levels.dequeue(page)
-                    self.levels.enqueue(page)
+                    self.levels.requeue(page)
         return shortage
 
     def _make_room(self, target: int, need: list[int], load: list[Page], keep: list[Page]) -> Shortage | None:
@@ -323,8 +320,7 @@ class Hierarchy(PageKeeper):
         assert ours.slot != NO_SLOT
         source = cold.level
         self.counters.taken_over[cold.life_cycle] += 1
-        if cold.queued:
-            self.levels.dequeue(cold)
+        self.levels.leave(cold)
         self.levels.vacate(source, cold.pool_group, cold.slot, cold.ready)
         if cold.transfers > 0:
             self.settling.disown(cold)
@@ -333,9 +329,8 @@ class Hierarchy(PageKeeper):
         cold.ready = ours.ready
         cold.locks += ours.locks
         cold.holds += ours.holds
-        self.levels.allocators[cold.pool_group].bind(cold.slot, cold)
-        if ours.queued:
-            self.levels.dequeue(ours)
+        self.levels.leave(ours)
+        self.levels.enter(cold)
         ours.slot = NO_SLOT
         ours.locks = 0
         ours.holds = 0
@@ -358,7 +353,7 @@ class Hierarchy(PageKeeper):
         group = source.pool_group
         slot, ready = self.levels.allocators[self.levels.cell(level, group)].allocate()
         page = Page(source.life_cycle, group, level, slot, priority, ready)
-        self.levels.allocators[self.levels.cell(level, group)].bind(slot, page)
+        self.levels.enter(page)
         try:
             if level == GPU_LEVEL:
                 self.timeline.wait(stream, source.ready)
@@ -389,8 +384,7 @@ class Hierarchy(PageKeeper):
         self.copy_into(source, page, stream)
         page.ready = self.timeline.record(stream)
         source.ready = self.timeline.merge(source.ready, page.ready)
-        self.levels.dequeue(page)
-        self.levels.enqueue(page)
+        self.levels.requeue(page)
         return True
 
     def _level_for_copy(self, source: Page) -> int:
@@ -466,13 +460,13 @@ class Hierarchy(PageKeeper):
         """Slots, queues, links and transfers agree; each of `pages` that is alive is where the hierarchy has it. O(all slots)."""
         self.levels.check_invariants()
         self.settling.check_invariants()
+        listed = {id(page) for page in self.levels.all_pages()} if pages else set()
         for page in pages:
             if page.slot == NO_SLOT:
-                assert not page.queued, "a page that is gone is queued"
+                assert page.before is None, "a page that is gone is listed"
                 assert page.locks + page.holds == 0, "a page that is gone is held or locked"
             else:
-                cell = self.levels.cell(page.level, page.pool_group)
-                assert self.levels.allocators[cell].pages[page.slot] is page, f"slot {page.slot} on level {page.level} is another's"
+                assert id(page) in listed, f"the page of slot {page.slot} on level {page.level} is nowhere listed"
         for level in range(self.num_levels):
             for group in range(self.num_groups):
                 assert self.unavailable(level, group) >= 0, f"level {level}, pool group {group}: more slots than there are"

@@ -194,11 +194,12 @@ class Mover:
         except Exception:
             allocator = levels.allocators[levels.cell(level, page.pool_group)]
             slot, point = allocator.allocate()
+            levels.leave(page)
             levels.vacate(levels.parking, page.pool_group, page.slot, page.ready)
             page.level = level
             page.slot = slot
             page.ready = point
-            allocator.bind(slot, page)
+            levels.enter(page)
             page.lost = True
             levels.settling.lost.append(page)
             levels.settle(page)
@@ -238,12 +239,11 @@ class Mover:
             levels.vacate(source, group, old_slots[index], copier.source_free)
             page.slot = slots[index]
             page.ready = copier.ready
-            allocator.bind(page.slot, page)
             if source == destination:
                 continue  # compaction: the page keeps its place in the queue, and nobody counts it as moved
-            if page.queued:
-                levels.dequeue(page)
+            levels.leave(page)
             page.level = destination
+            levels.enter(page)
             if destination != levels.parking:
                 self._arrive(page, target if source == levels.parking else source)
 

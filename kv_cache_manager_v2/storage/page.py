@@ -56,8 +56,17 @@ class Page:
         self.ready = ready  # whoever reads or overwrites the bytes waits for this point: last writer, and last finished reader
         self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
         self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
-        self.before: Page | None = None  # neighbours in the eviction queue, while queued
+        self.before: Page | None = None  # neighbours in the eviction queue while queued, else among the kept pages; None once gone
         self.after: Page | None = None
+
+    def unlink(self) -> None:
+        """Its neighbours in the list that it stands in become each other's; its own links are left to be overwritten."""
+        before = self.before
+        after = self.after
+        assert before is not None, "a page that stands in no list was to leave it"
+        assert after is not None
+        before.after = after
+        after.before = before
 
     def status(self) -> PageStatus:
         if self.locks > 0:

@@ -261,13 +261,8 @@ class _Resize:
         return True
 
     def _count_locked(self, group: int, new: int) -> int:
-        pages = self._hierarchy.levels.allocators[self._cells[group]].pages
-        count = 0
-        for slot in range(new, len(pages)):
-            page = pages[slot]
-            if page is not None and page.locks > 0:
-                count += 1
-        return count
+        kept = self._hierarchy.levels.kept[self._cells[group]].pages()
+        return sum([1 for page in kept if page.locks > 0 and page.slot >= new])
 
     def _count_leaving(self) -> int:
         """Pages of the level that the plan evicts."""
@@ -286,7 +281,7 @@ class _Resize:
         allocator = hierarchy.levels.allocators[self._cells[group]]
         place = hierarchy.places.by_cell[self._cells[group]]
         allocator.prepare_shrink(new)
-        moving = allocator.blocking()
+        moving = self._pages_above(group, new)
         if moving:
             assert len(moving) <= allocator.free, "a shrink that fits has too few free slots to compact into"
             hierarchy.mover.move_run(moving, self._level, self._level)
@@ -294,6 +289,14 @@ class _Resize:
         self._wait(group)
         allocator.finish_shrink()
         place.resize(new)
+
+    def _pages_above(self, group: int, new: int) -> list[Page]:
+        """Pages whose slots are to be cut off, by slot id. O(pages of the group)."""
+        cell = self._cells[group]
+        if self._hierarchy.levels.allocators[cell].issued <= new:
+            return []
+        by_slot = {page.slot: page for page in self._hierarchy.levels.pages(cell) if page.slot >= new}
+        return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _grow(self, group: int, new: int) -> None:
         self._wait(group)
@@ -304,8 +307,7 @@ class _Resize:
         """The host waits for all work on the group's slots: memory off the GPU may move, and memory that is cut is gone."""
         allocator = self._hierarchy.levels.allocators[self._cells[group]]
         allocator.synchronize()
-        pages: list[Page] = [page for page in allocator.pages if page is not None]
-        for page in pages:
+        for page in self._hierarchy.levels.pages(self._cells[group]):
             self._timeline.synchronize(page.ready)
         settling = self._hierarchy.settling
         if settling.in_flight > 0:

@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RUNTIME_DEPENDENCIES = ("blake3", "mypy_extensions")
+RUNTIME_DEPENDENCIES = ("blake3", "librt", "mypy_extensions")
 
 
 def built_wheel(build: str) -> Path:

@@ -74,10 +74,8 @@ class Inside:
 
     def _pages(self, level: int, group: int, mine: set[int], held: bool) -> list[Page]:
         """Pages that nobody runs on, held by a suspended request or not, those of `mine` left out."""
-        pages = self.hierarchy.levels.allocators[self.hierarchy.levels.cell(level, group)].pages
-        return [
-            page for page in pages if page is not None and page.locks == 0 and id(page) not in mine and (page.holds > 0) == held
-        ]
+        pages = self.hierarchy.levels.pages(self.hierarchy.levels.cell(level, group))
+        return [page for page in pages if page.locks == 0 and id(page) not in mine and (page.holds > 0) == held]
 
     def sizes(self) -> list[int]:
         """Slots of every pool group on every level."""
