@@ -11,13 +11,14 @@ from types import ModuleType
 
 from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
 from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
+from kv_cache_manager_v2.doors import at_least, function, positive, whole
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import CudaContext, load_bindings
 from kv_cache_manager_v2.extras.cuda_gates import GateWords
 from kv_cache_manager_v2.extras.cuda_io import CudaTransfers, FileMover
 from kv_cache_manager_v2.extras.cuda_memory import CudaMemory
 from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
-from kv_cache_manager_v2.ids import Stream
+from kv_cache_manager_v2.ids import INT32_MAX, Stream
 
 
 class CudaDriver(Driver):
@@ -36,18 +37,21 @@ class CudaDriver(Driver):
 
     def __init__(
         self,
-        device: int = 0,
+        device: object = 0,
         *,
         bindings: ModuleType | None = None,
-        io_threads: int = DEFAULT_IO_THREADS,
-        transfer_timeout: float = DEFAULT_TIMEOUT_S,
+        io_threads: object = DEFAULT_IO_THREADS,
+        transfer_timeout: object = DEFAULT_TIMEOUT_S,
         move: FileMover = move_file_range,
     ) -> None:
-        if device < 0:
-            raise ConfigError(f"device is {device}: ordinals of GPUs count from 0")
-        pool = TransferPool(io_threads, transfer_timeout)
+        ordinal = whole(device, "device")
+        if not 0 <= ordinal <= INT32_MAX:
+            raise ConfigError(f"device is {ordinal}: ordinals of GPUs count from 0")
+        threads, timeout_s = at_least(io_threads, "io_threads", 1), positive(transfer_timeout, "transfer_timeout")
+        function(move, "move")
+        pool = TransferPool(threads, timeout_s)
         module = load_bindings() if bindings is None else bindings
-        self._context = CudaContext(module, device)
+        self._context = CudaContext(module, ordinal)
         try:
             self._memory = CudaMemory(module, self._context)
             self._streams = CudaStreams(module, self._context)
@@ -56,7 +60,7 @@ class CudaDriver(Driver):
             self._context.close()
             raise
         self._transfers = CudaTransfers(self._streams, self._words, pool, move)
-        self._transfer_timeout = transfer_timeout
+        self._transfer_timeout = timeout_s
         self._closed = False
 
     @property

@@ -48,6 +48,19 @@ def make() -> Iterator[Make]:
         scene.close()
 
 
+@pytest.mark.parametrize("option", ["device", "io_threads", "transfer_timeout", "move"])
+@pytest.mark.parametrize("value", [None, "1", True, float("nan"), -1, 1 << 70, [1]])
+def test_wrong_options_are_refused_before_a_device_is_touched(option: str, value: object) -> None:
+    """With the option's name, and no context taken."""
+    if option == "transfer_timeout" and value == 1 << 70:
+        return  # a long time, but a time
+    scene = StandIn()
+    with pytest.raises(ConfigError, match=option):
+        CudaDriver(bindings=scene.module(), **{option: value})  # type: ignore[arg-type]
+    assert scene.held() == []
+    scene.close()
+
+
 def poll_until(driver: CudaDriver, gate: int, state: int) -> None:
     """Ask until a gate has a state; the suite's own time limit ends a wait in vain."""
     pause = threading.Event()
