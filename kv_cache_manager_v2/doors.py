@@ -149,7 +149,8 @@ def instance_or_none(value: object, kind: type[_T], name: str) -> _T | None:
 
 def function(value: object, name: str) -> Callable[..., object]:
     """Something to call."""
-    if not callable(value):
+    usable: bool = callable(value)
+    if not usable:
         raise ConfigError(f"{name} is {shown(value)}, which cannot be called")
     return cast("Callable[..., object]", value)
 
