@@ -41,8 +41,8 @@ class _Line:
 class Timeline:
     """The points of all streams of one driver.
 
-    `record`, `wait`, `done` and `merge` are O(1) amortised for points of streams, and O(streams in the join) for joins: each event
-    is asked for at most once after it is complete, and a pending answer asks about one event of the stream.
+    `record`, `wait`, `done` and `merge` are O(1) amortised for points of streams, and O(streams in the join) for joins. They ask
+    the device O(log n) questions to find n events complete, and one to find none.
     """
 
     def __init__(self, driver: Driver, most_outstanding: int = MOST_OUTSTANDING) -> None:
@@ -201,12 +201,11 @@ class Timeline:
     def _poll(self, line: _Line) -> None:
         """Recycle the leading events that are complete."""
         events = line.events
-        head = line.head
         count = len(events)
-        while head < count and self._is_complete(events[head]):
-            self._free_events.append(events[head])
-            head += 1
-            line.completed += 1
+        head = self._first_pending(events, line.head)
+        for index in range(line.head, head):
+            self._free_events.append(events[index])
+        line.completed += head - line.head
         line.head = head
         if head == count:
             if head > 0:
@@ -215,6 +214,21 @@ class Timeline:
         elif head >= _COMPACT_FROM and 2 * head >= count:
             del events[:head]
             line.head = 0
+
+    def _first_pending(self, events: list[int], head: int) -> int:
+        """Position of the first event from `head` on that is not complete. They complete in order, so steps are doubled as long as
+        the answer is yes and then halved: O(log of the events that are) questions to the device, one if none is."""
+        pending = len(events)  # this one, and all behind it, are not known to be complete
+        step = 1
+        while head < pending:
+            asked = min(head + step, pending) - 1
+            if self._is_complete(events[asked]):
+                head = asked + 1
+                step *= 2
+            else:
+                pending = asked
+                step = max(1, step // 2)
+        return head
 
     def _is_complete(self, event: int) -> bool:
         """Whether an event is known to be complete. A device that refuses to say is not asked to fail here, in the middle of
