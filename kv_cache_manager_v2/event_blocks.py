@@ -12,9 +12,9 @@ from mypy_extensions import i16, mypyc_attr, u8
 
 from kv_cache_manager_v2.event_hashes import HashedBlock
 from kv_cache_manager_v2.event_records import MmKey
+from kv_cache_manager_v2.reuse.block import Block, RootBlock
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
-from kv_cache_manager_v2.reuse.tree import Block, RootBlock
 
 # What is known of a block in one layer group is a state of 16 bits: announced, cache level (7 bits), priority (8 bits).
 GROUP_BITS: Final = 16

@@ -57,7 +57,7 @@ from kv_cache_manager_v2.event_records import (
     windows_of,
 )
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
-from kv_cache_manager_v2.reuse.tree import Block
+from kv_cache_manager_v2.reuse.block import Block
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
 

@@ -21,10 +21,11 @@ from kv_cache_manager_v2.layout.batches import batch_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.matching import match
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.reuse.tree import BLOCK_NEW, Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
 from kv_cache_manager_v2.sequence import residency
 from kv_cache_manager_v2.sequence.state import CLOSED, Shared
 from kv_cache_manager_v2.storage.page import Page

@@ -17,10 +17,11 @@ from mypy_extensions import mypyc_attr
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.matching import match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
-from kv_cache_manager_v2.reuse.tree import LOSS_CLEARED, LOSS_NONE, Block, RadixTree
+from kv_cache_manager_v2.reuse.tree import LOSS_CLEARED, LOSS_NONE, RadixTree
 
 
 class MissCause(Enum):

@@ -112,7 +112,10 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
         return tokens
     if isinstance(tokens, (str, bytes, bytearray)):
         raise ConfigError(f"tokens are of type {type(tokens).__name__}: pass a list of ids, or a buffer of 32 or 64-bit integers")
-    data = _tensor_words(tokens) if hasattr(tokens, "data_ptr") else _buffer_words(tokens)
+    if isinstance(tokens, array) and tokens.typecode in "iI":
+        data: bytes | None = _little_endian(tokens.tobytes())
+    else:
+        data = _tensor_words(tokens) if hasattr(tokens, "data_ptr") else _buffer_words(tokens)
     if data is not None:
         return TokenSequence(data, len(data) >> 2, [], False)
     tolist = getattr(tokens, "tolist", None)

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from mypy_extensions import i32, mypyc_attr
-
-from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import PageStatus
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
-from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.reuse import fan
-from kv_cache_manager_v2.reuse.fan import Branch, Leaf
+from kv_cache_manager_v2.reuse.block import Block, RootBlock, as_block, subtree
+from kv_cache_manager_v2.reuse.fan import Branch
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
-from kv_cache_manager_v2.reuse.tokens import count_tokens, unpack
+from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page, PageKeeper
 
 BLOCK_NEW: Final = 0  # the block was added
@@ -29,81 +27,6 @@ BLOCK_EXISTS: Final = 1  # an identical block was there: it is returned
 BLOCK_COVERED: Final = 2  # a longer sibling begins with these tokens: it is returned, nothing was added
 LOSS_NONE: Final = -2  # in `RadixTree.loss_level`: what goes is not a loss
 LOSS_CLEARED: Final = -1
-
-
-@mypyc_attr(acyclic=True)
-class Block(Leaf):
-    """Up to tokens_per_block tokens that follow their parent's, and the page of each life cycle that has one."""
-
-    def __init__(self, tree: RadixTree, parent: Block | None, ordinal: int, tokens: bytes, num_tokens: int) -> None:
-        super().__init__(tokens)
-        # four bytes each, side by side with the leaf's last: no padding
-        self.ordinal: i32 = ordinal  # position in the sequence; -1 for a root
-        self.num_tokens: i32 = num_tokens
-        self.pins: i32 = 0  # open requests whose path ends here: the block stays, pages or not
-        self.unsettled: i32 = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
-        self.attached = True
-        # eight bytes each
-        self.tree = tree
-        self.parent = parent  # None for a root, and once detached
-        self.pages = tree.no_pages  # by life cycle; a tuple, which the collector need not walk
-        self.children: Leaf | Branch | None = None  # a fan, see fan.py
-        self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
-        self.key: bytes | None = None  # made when somebody asks
-        self.event_state: object = None  # the listener's own notes of this block
-
-    def page_gone(self, page: Page) -> None:
-        self.tree.page_gone(self, page)
-
-    def page_relocated(self, page: Page, source: int, destination: int) -> None:
-        listener = self.tree.listener
-        if listener is not None and self.attached and self.pages[page.life_cycle] is page:
-            listener.page_moved(self, page.life_cycle, source, destination)
-
-    def block_key(self) -> bytes:
-        """The chained key; O(ancestors whose key nobody asked for yet). Raises LogicError if it left the tree without one."""
-        missing: list[Block] = []
-        node = self
-        key = node.key
-        while key is None:
-            missing.append(node)
-            parent = node.parent
-            if parent is None:
-                raise LogicError("the block has left the tree, and its key was never asked for: only its tokens are left")
-            node = parent
-            key = node.key
-        while missing:
-            node = missing.pop()
-            key = self.tree.keys.block_key(key, node.tokens)
-            node.key = key
-        return key
-
-    def parent_block(self) -> CachedBlock | None:
-        parent = self.parent
-        return None if parent is None or parent.ordinal < 0 else parent
-
-    def token_list(self) -> list[int | bytes]:
-        return unpack(self.tokens)
-
-    def child_blocks(self) -> list[Block]:
-        """The children, in the order of their packed bits."""
-        return [_block(leaf) for leaf in fan.leaves(self.children)]
-
-    def has_page(self) -> bool:
-        for page in self.pages:  # noqa: SIM110 (a loop over a short tuple, where any() would make a generator)
-            if page is not None:
-                return True
-        return False
-
-
-@mypyc_attr(acyclic=True)
-class RootBlock(Block):
-    """Where the blocks of one scope begin: no tokens, no pages."""
-
-    def __init__(self, tree: RadixTree, scope: ReuseScope) -> None:
-        super().__init__(tree, None, -1, b"", 0)
-        self.scope = scope
-        self.key = tree.keys.root_key(scope)
 
 
 class RadixTree:
@@ -186,7 +109,7 @@ class RadixTree:
         """Every block but the roots, parents before children; O(blocks)."""
         result: list[Block] = []
         for root in self._roots.values():
-            result.extend(_subtree(root)[1:])
+            result.extend(subtree(root)[1:])
         return result
 
     # -- blocks --------------------------------------------------------------------------------------------------------------
@@ -205,7 +128,7 @@ class RadixTree:
             block = self._new_block(parent, tokens, num_tokens)
             parent.children = block
             return block, BLOCK_NEW
-        sibling = _block(fan.nearest(children, tokens, 0, len(tokens)))
+        sibling = as_block(fan.nearest(children, tokens, 0, len(tokens)))
         common = fan.common_bytes(sibling.tokens, tokens, 0, len(tokens))
         if common == len(tokens):
             return sibling, BLOCK_EXISTS if len(sibling.tokens) == common else BLOCK_COVERED
@@ -279,7 +202,7 @@ class RadixTree:
         old = block.pages[page.life_cycle]
         if old is not None and old.coverage >= coverage:
             return False
-        block.pages = _with_page(block.pages, page.life_cycle, page)
+        block.set_page(page.life_cycle, page)
         self.keeper.adopt(page, block, coverage)
         if old is not None and old is not page:
             self.keeper.orphan(old)
@@ -292,7 +215,7 @@ class RadixTree:
         """The storage dropped or lost a page: forget it, and all that can no longer be matched without it."""
         if block.pages[page.life_cycle] is not page:
             return  # forgotten before, as when a block above went first
-        block.pages = _with_page(block.pages, page.life_cycle, None)
+        block.set_page(page.life_cycle, None)
         if not block.attached:
             return
         self.loss_life_cycle = page.life_cycle
@@ -309,7 +232,7 @@ class RadixTree:
         """Give up a page on purpose (a planned drop), with the same consequences as its loss."""
         owner = page.owner
         if owner is not None:
-            block = _block(owner)
+            block = as_block(owner)
             assert block.pages[page.life_cycle] is page, "the page's owner does not list it"
             self.page_gone(block, page)
             self._give_back(page)
@@ -389,7 +312,7 @@ class RadixTree:
 
     def _drop_subtree(self, top: Block) -> None:
         """Forget all blocks from `top` on, which its parent no longer lists; parents are reported first."""
-        gone = _subtree(top)
+        gone = subtree(top)
         for block in gone if top.ordinal >= 0 else gone[1:]:  # a root is no block
             self._tell_removed(block)
         top.attached = False
@@ -475,26 +398,3 @@ class RadixTree:
         before = (block.covered, block.reach, block.ends)
         self._recount(block)
         assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"
-
-
-def _block(leaf: object) -> Block:
-    """The leaves of the tree's fans, and the owners of its pages, are its blocks."""
-    assert isinstance(leaf, Block)
-    return leaf
-
-
-def _subtree(top: Block) -> list[Block]:
-    """A block and its descendants, parents first."""
-    result: list[Block] = []
-    stack = [top]
-    while stack:
-        block = stack.pop()
-        result.append(block)
-        stack.extend(block.child_blocks())
-    return result
-
-
-def _with_page(pages: tuple[Page | None, ...], life_cycle: int, page: Page | None) -> tuple[Page | None, ...]:
-    changed = list(pages)
-    changed[life_cycle] = page
-    return tuple(changed)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import AlreadyDroppedError, LogicError
 from kv_cache_manager_v2.ids import PageStatus
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.matching import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.reuse.tree import Block
 from kv_cache_manager_v2.sequence.state import SequenceState, Shared
 from kv_cache_manager_v2.storage.page import Page
 

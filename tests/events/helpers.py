@@ -15,9 +15,9 @@ from kv_cache_manager_v2.event_records import (
     UniqueToken,
 )
 from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.reuse.tree import Block
 from tests.reuse.helpers import EMPTY_SCOPE, Cache, Token
 
 

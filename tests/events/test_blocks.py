@@ -8,8 +8,8 @@ import sys
 
 from kv_cache_manager_v2.event_records import MmKey
 from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
-from kv_cache_manager_v2.reuse.tree import Block
 from tests.events.helpers import block_at, brief, events_of, relocate, stored, stored_tokens
 from tests.reuse.helpers import FULL, SSM, Cache, Token, digest, toks, window
 

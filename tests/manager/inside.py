@@ -16,7 +16,7 @@ from kv_cache_manager_v2.introspection import path_coverage as coverage
 from kv_cache_manager_v2.introspection import path_levels as pages_by_level
 from kv_cache_manager_v2.introspection import slot_counts as counts
 from kv_cache_manager_v2.introspection import tree_path as tree_blocks
-from kv_cache_manager_v2.reuse.tree import Block
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.storage.page import Page
 
 __all__ = [

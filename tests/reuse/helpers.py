@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, PRIORITY_DEFAULT, LifeCycleId, PageStatus, SlotId
 from kv_cache_manager_v2.layout.life_cycle import AttentionLifeCycle, LifeCycle, SsmLifeCycle
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, Block, RadixTree
+from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, RadixTree
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
 
 Token = int | bytes

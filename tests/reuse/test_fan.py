@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.fan import Branch, Leaf
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack, unpack
-from kv_cache_manager_v2.reuse.tree import BLOCK_NEW, Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest
 
 TOKENS: list[Token] = [0, 1, 256, 1 << 30, digest(0), digest(1), digest(1 << 200)]

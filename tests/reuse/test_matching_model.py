@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
-from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW, Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest, window
 from tests.reuse.model import Model, Path
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW, Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, KeyNotes, Notes, Token, digest, toks, window
 
 

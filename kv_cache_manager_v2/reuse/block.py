@@ -1,0 +1,121 @@
+"""A node of the reuse tree: the tokens of one block, and the page of each life cycle that has one.
+
+Rule: blocks own their children and name their parent; only the tree that a block belongs to changes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mypy_extensions import i32, mypyc_attr
+
+from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.listener import CachedBlock
+from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse.fan import Branch, Leaf
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import unpack
+from kv_cache_manager_v2.storage.page import Page
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.reuse.tree import RadixTree
+
+
+@mypyc_attr(acyclic=True)
+class Block(Leaf):
+    """Up to tokens_per_block tokens that follow their parent's, and the page of each life cycle that has one."""
+
+    def __init__(self, tree: RadixTree, parent: Block | None, ordinal: int, tokens: bytes, num_tokens: int) -> None:
+        super().__init__(tokens)
+        # four bytes each, side by side with the leaf's last: no padding
+        self.ordinal: i32 = ordinal  # position in the sequence; -1 for a root
+        self.num_tokens: i32 = num_tokens
+        self.pins: i32 = 0  # open requests whose path ends here: the block stays, pages or not
+        self.unsettled: i32 = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
+        self.attached = True
+        # eight bytes each
+        self.tree = tree
+        self.parent = parent  # None for a root, and once detached
+        self.pages = tree.no_pages  # by life cycle; a tuple, which the collector need not walk
+        self.children: Leaf | Branch | None = None  # a fan, see fan.py
+        self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
+        self.key: bytes | None = None  # made when somebody asks
+        self.event_state: object = None  # the listener's own notes of this block
+
+    def page_gone(self, page: Page) -> None:
+        self.tree.page_gone(self, page)
+
+    def page_relocated(self, page: Page, source: int, destination: int) -> None:
+        listener = self.tree.listener
+        if listener is not None and self.attached and self.pages[page.life_cycle] is page:
+            listener.page_moved(self, page.life_cycle, source, destination)
+
+    def block_key(self) -> bytes:
+        """The chained key; O(ancestors whose key nobody asked for yet). Raises LogicError if it left the tree without one."""
+        missing: list[Block] = []
+        node = self
+        key = node.key
+        while key is None:
+            missing.append(node)
+            parent = node.parent
+            if parent is None:
+                raise LogicError("the block has left the tree, and its key was never asked for: only its tokens are left")
+            node = parent
+            key = node.key
+        while missing:
+            node = missing.pop()
+            key = self.tree.keys.block_key(key, node.tokens)
+            node.key = key
+        return key
+
+    def parent_block(self) -> CachedBlock | None:
+        parent = self.parent
+        return None if parent is None or parent.ordinal < 0 else parent
+
+    def token_list(self) -> list[int | bytes]:
+        return unpack(self.tokens)
+
+    def child_blocks(self) -> list[Block]:
+        """The children, in the order of their packed bits."""
+        return [as_block(leaf) for leaf in fan.leaves(self.children)]
+
+    def has_page(self) -> bool:
+        for page in self.pages:  # noqa: SIM110 (a loop over a short tuple, where any() would make a generator)
+            if page is not None:
+                return True
+        return False
+
+    def set_page(self, life_cycle: int, page: Page | None) -> None:
+        if len(self.pages) == 1:
+            self.pages = (page,)
+        else:
+            changed = list(self.pages)
+            changed[life_cycle] = page
+            self.pages = tuple(changed)
+
+
+@mypyc_attr(acyclic=True)
+class RootBlock(Block):
+    """Where the blocks of one scope begin: no tokens, no pages."""
+
+    def __init__(self, tree: RadixTree, scope: ReuseScope) -> None:
+        super().__init__(tree, None, -1, b"", 0)
+        self.scope = scope
+        self.key = tree.keys.root_key(scope)
+
+
+def as_block(leaf: object) -> Block:
+    """The leaves of the tree's fans, and the owners of its pages, are its blocks."""
+    assert isinstance(leaf, Block)
+    return leaf
+
+
+def subtree(top: Block) -> list[Block]:
+    """A block and its descendants, parents first."""
+    result: list[Block] = []
+    stack = [top]
+    while stack:
+        block = stack.pop()
+        result.append(block)
+        stack.extend(block.child_blocks())
+    return result
