@@ -50,7 +50,7 @@ from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match
 from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence import residency
+from kv_cache_manager_v2.sequence import creation, residency
 from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
@@ -175,7 +175,7 @@ class KVCacheManager(ManagerViews):
                     expected = tokens.num_tokens
                 state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
             if tokens is not None:
-                residency.take_up(state, self._match(scope, tokens), tokens)
+                creation.take_up(state, self._match(scope, tokens), tokens)
             shared.enter(state)
             conclude(self._shared)
         return KVCache(self, state)

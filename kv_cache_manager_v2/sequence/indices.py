@@ -6,9 +6,13 @@ index that can be read is an index that may be used.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Final, cast
+
+from librt.strings import BytesWriter, write_i32_be, write_i32_le
+from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
@@ -21,6 +25,22 @@ def bad_run(length: int) -> array[int]:
     if length <= 256:
         return _BAD_RUN[:length]
     return array("i", [BAD_PAGE_INDEX]) * length
+
+
+class SlotWriter:
+    """Entries of a row, written one after the other: word by word into bytes, since compiled code has no faster way to an array."""
+
+    def __init__(self) -> None:
+        self._words = BytesWriter()
+
+    def add(self, value: int) -> None:
+        if sys.byteorder == "little":
+            write_i32_le(self._words, i32(value))
+        else:
+            write_i32_be(self._words, i32(value))
+
+    def values(self) -> array[int]:
+        return array("i", self._words.getvalue())
 
 
 class IndexRow:

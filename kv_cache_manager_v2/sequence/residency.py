@@ -6,131 +6,15 @@ returns. Live means not stale at the present history; a stale page that waits fo
 
 from __future__ import annotations
 
-from array import array
-
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point, Stream
-from kv_cache_manager_v2.reuse.matching import Match
-from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.sequence import scratch
 from kv_cache_manager_v2.sequence.committing import stop_committing
-from kv_cache_manager_v2.sequence.indices import bad_run
+from kv_cache_manager_v2.sequence.indices import SlotWriter
 from kv_cache_manager_v2.sequence.private_pages import private_copy
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, Lane, SequenceState, Shared
-from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planning import Shortage
-
-
-def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
-    """Start a new request from a match: hold the pages that it needs, none of them moved, and stand SUSPENDED at its length."""
-    shared = state.shared
-    count = match.num_tokens
-    size = state.tokens_per_block
-    priorities = _matched_priorities(state, match)
-    state.committed = count
-    state.divergence = match.divergence
-    state.before_hybrid = match.before_hybrid
-    state.set_history(count)
-    state.set_capacity(count)
-    full = count // size
-    state.has_digests = bool(tokens.digests) and tokens.digests[0] < count
-    for ordinal in range(full):
-        state.block_tokens.append(match.blocks[ordinal].tokens)
-    state.tail = tokens.slice_bytes(full * size, count)
-    state.borrowed_tail = count % size != 0
-    if full > 0:
-        state.tip = match.blocks[full - 1]
-        shared.tree.pin(match.blocks[full - 1])
-    for number, lane in enumerate(state.lanes):
-        _hold_matched(state, lane, match, priorities[number] if priorities else [])
-    recurrence = state.recurrence
-    if recurrence is not None and count > 0:
-        snapshot = match.blocks[-1].pages[recurrence.index]
-        assert snapshot is not None, "a match ends at a snapshot"
-        recurrence.borrow(shared.hierarchy, snapshot)
-    _credit_levels(state)
-    if state.pending is not None:
-        _count_reuse(state, state.pending, match)
-    shared.tuner.sample_reused(count)
-
-
-def _matched_priorities(state: SequenceState, match: Match) -> list[list[int]]:
-    """The callback's priority of each page that the match gives, lane by lane; empty without a callback. Changes nothing."""
-    if state.priority is None:
-        return []
-    priorities: list[list[int]] = []
-    for lane in state.lanes:
-        beg, end = lane.life_cycle.stale(match.num_tokens)
-        asked: list[int] = []
-        for ordinal, block in enumerate(match.blocks):
-            if not beg <= ordinal < end and block.pages[lane.index] is not None:
-                asked.append(state.page_priority(ordinal, lane.life_cycle))
-        priorities.append(asked)
-    return priorities
-
-
-def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: list[int]) -> None:
-    """Hold the pages of one life cycle that are not stale at the matched length."""
-    hierarchy = state.shared.hierarchy
-    beg, end = lane.life_cycle.stale(match.num_tokens)
-    asked = 0
-    for ordinal in range(state.num_blocks):
-        page = None if beg <= ordinal < end else match.blocks[ordinal].pages[lane.index]
-        if page is not None:
-            if priorities:
-                hierarchy.raise_priority(page, priorities[asked])
-                asked += 1
-            hierarchy.hold(page)
-        lane.pages.append(page)
-    lane.row.fill(bad_run(state.num_blocks))
-
-
-def _credit_levels(state: SequenceState) -> None:
-    """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
-
-    A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU. Without attention it is the
-    snapshot that has to be brought.
-    """
-    size = state.tokens_per_block
-    if not state.lanes and state.recurrence is not None and state.recurrence.page is not None:
-        state.cached_tokens_by_level[state.recurrence.page.level] += state.committed
-        return
-    for ordinal in range(state.num_blocks):
-        level = 0
-        for lane in state.lanes:
-            page = lane.pages[ordinal]
-            if page is not None and page.level > level:
-                level = page.level
-        state.cached_tokens_by_level[level] += min(size, state.committed - ordinal * size)
-
-
-def _count_reuse(state: SequenceState, pending: PendingStats, match: Match) -> None:
-    """Count the blocks that the match saved, by the level of their pages, and the look-up of a snapshot."""
-    full = match.num_tokens // state.tokens_per_block
-    for lane in state.lanes:
-        for ordinal, page in enumerate(lane.pages):
-            if page is not None:
-                table = pending.full_reused if ordinal < full else pending.partial_reused
-                table[lane.index][page.level] += 1
-    pending.reused_tokens_by_level = list(state.cached_tokens_by_level)
-    pending.tail_matched = True
-    state.settle_counts()
-    if state.recurrence is not None and match.num_lookup_tokens > 0:
-        snapshots = pending.snapshots
-        snapshots.snapshot_lookups = 1
-        snapshots.reused_tokens = match.num_tokens
-        snapshots.unreused_tokens = match.num_lookup_tokens - match.num_tokens
-        if match.num_tokens == 0:
-            snapshots.snapshot_misses = 1
-        else:
-            snapshots.snapshot_hits = 1
-            if match.num_tokens % state.tokens_per_block == 0:
-                snapshots.aligned_snapshot_hits = 1
-            else:
-                snapshots.unaligned_snapshot_hits = 1
-    pending.dirty = match.num_tokens > 0 or pending.snapshots.snapshot_lookups > 0
-    state.mark_dirty()
 
 
 def live_pages(state: SequenceState) -> list[Page]:
@@ -344,10 +228,10 @@ def _count_copy(state: SequenceState, source: Page) -> None:
 def _write_row(lane: Lane, history: int) -> None:
     """Publish the slot ids of a lane's live pages."""
     beg, end = lane.stale(history)
-    values = array("i", [page.slot if page is not None else BAD_PAGE_INDEX for page in lane.pages])
-    if end > beg:
-        values[beg:end] = bad_run(end - beg)
-    lane.row.fill(values)
+    slots = SlotWriter()
+    for ordinal, page in enumerate(lane.pages):
+        slots.add(page.slot if page is not None and not beg <= ordinal < end else BAD_PAGE_INDEX)
+    lane.row.fill(slots.values())
 
 
 def suspend(state: SequenceState) -> None:

@@ -31,7 +31,7 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
 class PendingStats:
-    """One request's counts since it last committed them; lists by life cycle."""
+    """One request's counts since it last committed them. Lists by life cycle; by level too, flat: life cycle * levels + level."""
 
     def __init__(self, num_life_cycles: int, num_levels: int, expected_prompt_length: int | None) -> None:
         self.expected_prompt_length = expected_prompt_length  # tokens; None: the request never counts as generating
@@ -41,10 +41,11 @@ class PendingStats:
         self.copied: list[int] = [0] * num_life_cycles  # private copies of blocks that others have too
         self.copies_missed: list[int] = [0] * num_life_cycles  # those of matched blocks that had left the tree by then
         self.tail_matched = False  # whether the last block, until it is copied, is one of the tree's
-        self.full_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]  # [life cycle][level]
-        self.partial_reused: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
+        self.num_levels = num_levels
+        self.full_reused: list[int] = [0] * (num_life_cycles * num_levels)
+        self.partial_reused: list[int] = [0] * (num_life_cycles * num_levels)
         self.reused_tokens_by_level: list[int] = [0] * num_levels
-        self.snapshots = SsmSnapshotIterationStatsDelta()
+        self.snapshots: SsmSnapshotIterationStatsDelta | None = None  # of the look-up at creation, with recurrent layers
         self.dirty = False  # whether anything was counted
 
     def before_growth(self, history: int) -> None:
@@ -52,6 +53,19 @@ class PendingStats:
         expected = self.expected_prompt_length
         if not self.generating and expected is not None and history >= expected:
             self.generating = True
+
+    def found(self, life_cycle: int, level: int, full: int, partial: int) -> None:
+        """So many pages of full and of partly matched blocks were found on a level."""
+        cell = life_cycle * self.num_levels + level
+        self.full_reused[cell] += full
+        self.partial_reused[cell] += partial
+
+    def full_of(self, life_cycle: int) -> int:
+        """Pages of full blocks that were found, on all levels."""
+        return _sum_row(self.full_reused, life_cycle, self.num_levels)
+
+    def partial_of(self, life_cycle: int) -> int:
+        return _sum_row(self.partial_reused, life_cycle, self.num_levels)
 
     def grown(self, life_cycle: int, count: int) -> None:
         """So many pages were taken."""
@@ -69,9 +83,7 @@ class PendingStats:
 
     def empty(self) -> bool:
         """Whether nothing is counted. O(life cycles)."""
-        if any(self.allocated) or any(self.copied) or any(self.reused_tokens_by_level):
-            return False
-        return self.snapshots.snapshot_lookups == 0
+        return not (any(self.allocated) or any(self.copied) or any(self.reused_tokens_by_level)) and self.snapshots is None
 
     def request_delta(self, attention: Sequence[int]) -> KVCacheStatsDelta:
         """The counts of the attention life cycles, as one delta."""
@@ -80,22 +92,31 @@ class PendingStats:
             taken = self.allocated[index] + self.copied[index]
             delta.alloc_total_blocks += taken
             delta.alloc_new_blocks += taken
-            delta.reused_blocks += sum(self.full_reused[index]) + sum(self.partial_reused[index])
+            delta.reused_blocks += self.full_of(index) + self.partial_of(index)
             delta.missed_blocks += self.allocated[index] - self.generated[index] + self.copies_missed[index]
         return delta
 
     def clear(self) -> None:
         """All counted, or thrown away."""
-        fresh = PendingStats(len(self.allocated), len(self.reused_tokens_by_level), self.expected_prompt_length)
-        self.allocated = fresh.allocated
-        self.generated = fresh.generated
-        self.copied = fresh.copied
-        self.copies_missed = fresh.copies_missed
-        self.full_reused = fresh.full_reused
-        self.partial_reused = fresh.partial_reused
-        self.reused_tokens_by_level = fresh.reused_tokens_by_level
-        self.snapshots = fresh.snapshots
+        for index in range(len(self.allocated)):
+            self.allocated[index] = 0
+            self.generated[index] = 0
+            self.copied[index] = 0
+            self.copies_missed[index] = 0
+        for cell in range(len(self.full_reused)):
+            self.full_reused[cell] = 0
+            self.partial_reused[cell] = 0
+        for level in range(self.num_levels):
+            self.reused_tokens_by_level[level] = 0
+        self.snapshots = None
         self.dirty = False
+
+
+def _sum_row(table: list[int], row: int, width: int) -> int:
+    total = 0
+    for cell in range(row * width, (row + 1) * width):
+        total += table[cell]
+    return total
 
 
 class Ledger:
@@ -127,9 +148,12 @@ class Ledger:
         """Before every public call that may change what is free: O(levels x pool groups)."""
         self._peaks.note()
 
-    def commit(self, pending: PendingStats, ssm: int | None) -> None:
-        """Add a request's pending counts to the books."""
-        self._committed.add(pending.request_delta(self._attention))
+    def commit(self, pending: PendingStats, total: KVCacheStatsDelta, ssm: int | None) -> None:
+        """Add a request's pending counts to the books; `total` is its `request_delta`."""
+        self._committed.alloc_total_blocks += total.alloc_total_blocks
+        self._committed.alloc_new_blocks += total.alloc_new_blocks
+        self._committed.reused_blocks += total.reused_blocks
+        self._committed.missed_blocks += total.missed_blocks
         for index in self._attention:
             delta = self._iteration_of(index)
             taken = pending.allocated[index] + pending.copied[index]
@@ -137,7 +161,8 @@ class Ledger:
             delta.iter_alloc_new_blocks += taken
             delta.iter_gen_alloc_blocks += pending.generated[index]
             delta.iter_missed_blocks += pending.allocated[index] - pending.generated[index] + pending.copies_missed[index]
-            full, partial = sum(pending.full_reused[index]), sum(pending.partial_reused[index])
+            full = pending.full_of(index)
+            partial = pending.partial_of(index)
             delta.iter_full_reused_blocks += full
             delta.iter_partial_reused_blocks += partial
             delta.iter_reused_blocks += full + partial
@@ -145,7 +170,7 @@ class Ledger:
                 self._add_by_level(index, pending)
         for level in range(self._num_levels):
             self._tokens_by_level[level] += pending.reused_tokens_by_level[level]
-        if ssm is not None and not pending.snapshots.empty():
+        if ssm is not None and pending.snapshots is not None:
             self._snapshots.setdefault(ssm, SsmSnapshotIterationStatsDelta()).add(pending.snapshots)
 
     def _add_by_level(self, index: int, pending: PendingStats) -> None:
@@ -153,8 +178,9 @@ class Ledger:
             self._by_level[index] = ReusedBlocksByLevel([0] * self._num_levels, [0] * self._num_levels)
         table = self._by_level[index]
         for level in range(self._num_levels):
-            table.full[level] += pending.full_reused[index][level]
-            table.partial[level] += pending.partial_reused[index][level]
+            cell = index * self._num_levels + level
+            table.full[level] += pending.full_reused[cell]
+            table.partial[level] += pending.partial_reused[cell]
 
     def _iteration_of(self, index: int) -> KVCacheIterationStatsDelta:
         if index not in self._iteration:

@@ -79,7 +79,7 @@ def commit_stats(state: SequenceState) -> KVCacheStatsDelta:
         delta = pending.request_delta(state.shared.attention)
         if state.shared.ledger.enabled:
             ssm = state.shared.ssm
-            state.shared.ledger.commit(pending, ssm.index if ssm is not None else None)
+            state.shared.ledger.commit(pending, delta, ssm.index if ssm is not None else None)
     discard_stats(state)
     return delta
 

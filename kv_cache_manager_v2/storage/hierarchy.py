@@ -229,14 +229,19 @@ class Hierarchy(PageKeeper):
         by then are where they were. Loaded pages may be used after their `ready` points, and are right once their transfers have
         settled.
         """
-        if not load:
-            enough = True
-            for group in range(self.num_groups):
-                if need[group] > self.levels.allocators[group].free:
-                    enough = False
-            if enough:
-                return None
+        if self._stands(need, load):
+            return None
         return self._make_room(GPU_LEVEL, list(need), load, list(keep))
+
+    def _stands(self, need: Sequence[int], load: list[Page]) -> bool:
+        """Whether all that `acquire` is to bring about is there already."""
+        for group in range(self.num_groups):
+            if need[group] > self.levels.allocators[group].free:
+                return False
+        for page in load:  # noqa: SIM110 (as a loop: any() would make a generator)
+            if page.level != GPU_LEVEL:
+                return False
+        return True
 
     def foresee(self, need: Sequence[int], given: Sequence[Page], parked: Sequence[Page]) -> Shortage | None:
         """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `parked` instead of locking them.
