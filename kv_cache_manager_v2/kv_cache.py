@@ -225,7 +225,8 @@ class KVCache:
         state = self._state
         if type(tokens) is list and len(tokens) == 1 and not is_end and beam_search_indices is None:
             token = tokens[0]
-            if type(token) is int and committing.append_inside_block(state, token):
+            if type(token) is int:
+                batch.commit_token(state, token)
                 return
         batch.commit(state, pack(tokens, state.text_only), beam_search_indices, is_end)
 
@@ -475,19 +476,3 @@ class KVCache:
 
 
 _KVCache = KVCache
-
-
-def resize_batch(
-    caches: Sequence[KVCache], capacities: Sequence[SupportsIndex], histories: Sequence[SupportsIndex] | None = None
-) -> int:
-    """`caches[i].resize(capacities[i], histories[i])` from the front until one returns False; how many were done.
-
-    Each is atomic and the rest is untouched: equal to the loop in lengths, pages, statistics and events. Raises as `resize`
-    does, with the requests before the faulty one done; ConfigError, with nothing done, if the lists differ in length.
-    """
-    return batch.resize_all([cache._state for cache in caches], capacities, histories)
-
-
-def commit_batch(caches: Sequence[KVCache], tokens: Sequence[object]) -> None:
-    """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token. Raises as `commit` does."""
-    batch.commit_all([cache._state for cache in caches], tokens)

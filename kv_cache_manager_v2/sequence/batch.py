@@ -11,7 +11,7 @@ from typing import SupportsIndex
 
 from kv_cache_manager_v2.doors import as_list, whole
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.sequence import committing, growth
 from kv_cache_manager_v2.sequence.beams import choose_beams
@@ -21,34 +21,66 @@ from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 
 def resize(state: SequenceState, capacity: int | None, history: int | None) -> bool:
     """`KVCache.resize` where it leaves the request's own state."""
+    with state.shared.lock:
+        return _resize(state, capacity, history)
+
+
+def _resize(state: SequenceState, capacity: int | None, history: int | None) -> bool:
+    """Lock held."""
     shared = state.shared
-    with shared.lock:
-        tidy(shared)
-        state.require(ACTIVE, "resize()")
+    tidy(shared)
+    state.require(ACTIVE, "resize()")
+    done = capacity is not None and history is None and growth.add_blocks(state, capacity)
+    if not done:
         done = growth.resize(state, state.capacity if capacity is None else capacity, state.history if history is None else history)
-        if done:
-            state.sample()
-        conclude(shared)
+    if done:
+        state.sample()
+    conclude(shared)
     return done
 
 
 def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[SupportsIndex] | None, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
-    shared = state.shared
-    with shared.lock:
-        tidy(shared)
-        if tokens.num_tokens > 0:
-            state.require(ACTIVE, "commit()")
-            committing.check_commit(state, tokens.num_tokens)
-            beams: list[int] = []
-            if state.width > 1 or beam_indices is not None:
-                beams = choose_beams(state, tokens.num_tokens, _beam_list(beam_indices))
-            committing.commit(state, tokens, beams, is_end)
-        elif state.status == CLOSED:
-            raise LogicError("commit(): this cache is closed")
-        if is_end:
-            committing.stop_committing(state, True, NULL_POINT)
-        conclude(shared)
+    with state.shared.lock:
+        tidy(state.shared)
+        _commit(state, tokens, beam_indices, is_end)
+
+
+def commit_token(state: SequenceState, token: int) -> None:
+    """`KVCache.commit([token])`."""
+    if not committing.append_inside_block(state, token):
+        with state.shared.lock:
+            _commit_token(state, token, NULL_POINT)
+
+
+def _commit_token(state: SequenceState, token: int, point: Point) -> Point:
+    """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
+    held."""
+    tidy(state.shared)
+    if not committing.takes_one(state, token):
+        _commit(state, pack([token], state.text_only), None, False)
+        return point
+    if point == NULL_POINT:
+        point = state.shared.timeline.record(state.stream)
+    committing.commit_one(state, token, point)
+    conclude(state.shared)
+    return point
+
+
+def _commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[SupportsIndex] | None, is_end: bool) -> None:
+    """Lock held, and tidy."""
+    if tokens.num_tokens > 0:
+        state.require(ACTIVE, "commit()")
+        committing.check_commit(state, tokens.num_tokens)
+        beams: list[int] = []
+        if state.width > 1 or beam_indices is not None:
+            beams = choose_beams(state, tokens.num_tokens, _beam_list(beam_indices))
+        committing.commit(state, tokens, beams, is_end)
+    elif state.status == CLOSED:
+        raise LogicError("commit(): this cache is closed")
+    if is_end:
+        committing.stop_committing(state, True, NULL_POINT)
+    conclude(state.shared)
 
 
 def _beam_list(indices: Sequence[SupportsIndex] | None) -> list[int] | None:
@@ -67,13 +99,14 @@ def resize_all(states: list[SequenceState], capacities: Sequence[object], histor
     with states[0].shared.lock:
         for index in range(count):
             state = states[index]
-            capacity = whole(wanted[index], "capacity")
+            item = wanted[index]
+            capacity = item if type(item) is int else whole(item, "capacity")
             if settled is None:
                 if growth.stay_inside_block(state, capacity):
                     continue
-                if not resize(state, capacity, None):
+                if not _resize(state, capacity, None):
                     return index
-            elif not resize(state, capacity, whole(settled[index], "history_length")):
+            elif not _resize(state, capacity, whole(settled[index], "history_length")):
                 return index
     return count
 
@@ -86,12 +119,16 @@ def commit_all(states: list[SequenceState], tokens: Sequence[object]) -> None:
     if count == 0:
         return
     items = as_list(tokens)
+    stream = states[0].stream
+    point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
     with states[0].shared.lock:
         for index in range(count):
+            state = states[index]
             item = items[index]
-            if type(item) is int:
-                if committing.append_inside_block(states[index], item):
-                    continue
-                commit(states[index], pack([item], states[index].text_only), None, False)
-            else:
-                commit(states[index], pack(item, states[index].text_only), None, False)
+            if type(item) is not int:
+                commit(state, pack(item, state.text_only), None, False)
+            elif not committing.append_inside_block(state, item):
+                if state.stream != stream:
+                    stream = state.stream
+                    point = NULL_POINT
+                point = _commit_token(state, item, point)

@@ -7,10 +7,14 @@ first is adopted in place, and a snapshot that finds no room is skipped.
 
 from __future__ import annotations
 
+from librt.strings import write_i32_le
+from mypy_extensions import i32
+
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, PRIORITY_DEFAULT, TOKEN_ID_LIMIT, Point
-from kv_cache_manager_v2.reuse.tokens import TokenSequence
-from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW, Block
+from kv_cache_manager_v2.reuse.block import Block
+from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
+from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
 from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
 from kv_cache_manager_v2.sequence.growth import advance_history
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
@@ -34,25 +38,63 @@ def check_commit(state: SequenceState, count: int) -> None:
 def append_inside_block(state: SequenceState, token: int) -> bool:
     """The decode step: one id that fills no block and moves no window. False, nothing changed, if it is not that simple."""
     after = state.committed + 1
-    if (
-        state.status != ACTIVE
-        or not 0 <= token < TOKEN_ID_LIMIT
-        or after % state.tokens_per_block == 0
-        or after > state.capacity
-        or not state.commit_allowed
-        or state.provision is not None
-        or state.lost
-        or state.shared.commit_min_snapshot
-        or state.width > 1
-    ):
+    if after % state.tokens_per_block == 0 or not takes_one(state, token):
         return False
     if after > state.history:
         if after >= state.next_stale:
             return False
         state.history = after
-    state.tail_ids.append(token)
+    write_i32_le(state.tail, i32(token))
     state.committed = after
     return True
+
+
+def takes_one(state: SequenceState, token: int) -> bool:
+    """Whether this id can be committed by `commit_one`: no beams, no snapshots, nothing in doubt, and no error to report."""
+    return (
+        state.status == ACTIVE
+        and 0 <= token < TOKEN_ID_LIMIT
+        and state.committed < state.capacity
+        and state.width == 1
+        and state.commit_allowed
+        and state.provision is None
+        and not state.lost
+        and not state.shared.commit_min_snapshot
+    )
+
+
+def commit_one(state: SequenceState, token: int, point: Point) -> None:
+    """Does what `commit` does with a single id that it takes; `point` is the end of our work up to now. Lock held."""
+    after = state.committed + 1
+    history = max(state.history, after)
+    ordinal = len(state.block_tokens)
+    if after % state.tokens_per_block == 0:
+        _end_block(state, token, ordinal, history, point)
+    else:
+        write_i32_le(state.tail, i32(token))
+    state.committed = after
+    if history > state.history:
+        advance_history(state, history, point)
+    _release_stale(state, ordinal, len(state.block_tokens))
+
+
+def _end_block(state: SequenceState, token: int, ordinal: int, history: int, point: Point) -> None:
+    """The last block is full with this id; where what we build on was lost, it stays private."""
+    tip = state.tip
+    parent = _parent(state)
+    tail = state.tail
+    write_i32_le(tail, i32(token))
+    data = tail.getvalue()
+    tail.truncate(len(tail) - TOKEN_BYTES)  # until the block stands: the device may fail
+    if parent.attached:
+        parent = _enter_block(state, parent, data, ordinal, history, point)
+    else:
+        state.block_tokens.append(data)
+    tail.truncate(0)
+    state.shared.tree.pin(parent)
+    if tip is not None:
+        state.shared.tree.unpin(tip)
+    state.tip = parent
 
 
 def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end: bool) -> None:
@@ -97,9 +139,10 @@ def _append_tail(state: SequenceState, tokens: TokenSequence, beg: int) -> None:
     """Keep the tokens from position `beg` of the request on, those past its last full block, as the tail."""
     offset = beg - state.committed  # position of `beg` in `tokens`
     if offset <= 0:
-        state.tail = state.pack_tail() + tokens.data
+        state.tail.write(tokens.data)
     else:
-        state.tail = tokens.slice_bytes(offset, tokens.num_tokens)
+        state.tail.truncate(0)
+        state.tail.write(tokens.slice_bytes(offset, tokens.num_tokens))
 
 
 def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, history: int, point: Point, beams: list[int]) -> None:
@@ -108,8 +151,7 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
     tree = state.shared.tree
     tip = state.tip
     parent = _parent(state)
-    pending = state.pack_tail()
-    state.tail = b""
+    pending = state.tail.getvalue()
     first = len(state.block_tokens)
     for ordinal in range(first, full):
         beg = ordinal * size - state.committed
@@ -122,16 +164,21 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
         if not parent.attached:  # what we build on was lost: ours stays private
             state.block_tokens.append(data)
             continue
-        block, outcome = tree.insert(parent, data, size)
-        if outcome == BLOCK_NEW and state.provision is not None:
-            state.provision.add(tree, block)
-        _settle_block(state, block, ordinal, outcome, history, point)
-        state.block_tokens.append(block.tokens)
-        parent = block
+        parent = _enter_block(state, parent, data, ordinal, history, point)
     tree.pin(parent)
     if tip is not None:
         tree.unpin(tip)
     state.tip = parent
+
+
+def _enter_block(state: SequenceState, parent: Block, data: bytes, ordinal: int, history: int, point: Point) -> Block:
+    """The tree block of our next full block, with our pages or those of whoever committed it first."""
+    block, outcome = state.shared.tree.insert(parent, data, state.tokens_per_block)
+    if outcome == BLOCK_NEW and state.provision is not None:
+        state.provision.add(state.shared.tree, block)
+    _settle_block(state, block, ordinal, outcome, history, point)
+    state.block_tokens.append(block.tokens)
+    return block
 
 
 def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
@@ -149,7 +196,7 @@ def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int
         theirs = block.pages[lane.index]
         if outcome != BLOCK_EXISTS or theirs is None or theirs.coverage < size:
             if _may_have_ours(state, block):
-                page.ready = shared.timeline.merge(page.ready, point)
+                shared.hierarchy.merge_ready(page, point)
                 shared.tree.install(block, page, size)
         elif not stale and block.unsettled == 0:
             _adopt(state, lane, ordinal, page, theirs, point)
@@ -251,7 +298,7 @@ def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, 
 def _insert_tail(state: SequenceState) -> Block:
     """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
     shared = state.shared
-    block, outcome = shared.tree.insert(_parent(state), state.pack_tail(), state.tail_length())
+    block, outcome = shared.tree.insert(_parent(state), state.tail.getvalue(), state.tail_length())
     shared.tree.pin(block)
     if outcome == BLOCK_NEW and state.provision is not None:
         state.provision.add(shared.tree, block)

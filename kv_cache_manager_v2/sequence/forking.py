@@ -29,7 +29,7 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin.set_history(state.history)
     twin.set_capacity(state.history)
     twin.block_tokens = list(state.block_tokens)
-    twin.tail = state.pack_tail()
+    twin.tail.write(state.tail.getvalue())
     twin.commit_allowed = state.commit_allowed
     twin.text_only = state.text_only
     twin.has_digests = state.has_digests

@@ -31,6 +31,36 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
     return False
 
 
+def add_blocks(state: SequenceState, capacity: int) -> bool:
+    """The decode step that needs another block, or more: there are free slots, nothing leaves and nobody is asked. False, nothing
+    changed, if it is not that simple.
+
+    Does what `resize` does with that capacity. Lock held; the caller has checked that the request is ACTIVE.
+    """
+    if capacity <= state.steady_to or state.scratch or state.priority is not None:
+        return False
+    shared = state.shared
+    blocks = -(-capacity // state.tokens_per_block)
+    wanted = (blocks - state.num_blocks) * state.width
+    allocators = shared.hierarchy.levels.allocators
+    for group in range(len(shared.lanes_in_group)):
+        if shared.lanes_in_group[group] * wanted > allocators[group].free:
+            return False
+    for lane in state.lanes:
+        if lane.row.buffer is not None and lane.row.room() < blocks:
+            return False
+    if state.pending is not None:
+        state.pending.before_growth(state.history)
+    for lane in state.lanes:
+        for _ordinal in range(state.num_blocks, blocks):  # behind the history: none is stale
+            _add_page(state, lane, PRIORITY_DEFAULT)
+        state.count_taken(lane, state.num_blocks, blocks - state.num_blocks)
+    state.mark_dirty()
+    state.set_capacity(capacity)
+    state.last_shortage = None
+    return True
+
+
 def resize(state: SequenceState, capacity: int, history: int) -> bool:
     """Move to these lengths; False, with nothing changed but `last_shortage`, if the pages cannot be had.
 
@@ -248,9 +278,6 @@ def _new_priorities(state: SequenceState, blocks: int, need: list[int]) -> list[
 
 def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> None:
     """Add blocks, whose slots have been made free: one locked page a lane, none where the block is stale or lies in scratch."""
-    hierarchy = state.shared.hierarchy
-    timeline = state.shared.timeline
-    waited: Point = NULL_POINT
     asked = 0
     for number, lane in enumerate(state.lanes):
         beg, end = lane.life_cycle.stale(state.history)
@@ -263,15 +290,19 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
                 lane.pages.append(None)
                 lane.row.append(BAD_PAGE_INDEX)
                 continue
-            page = hierarchy.new_page(lane.index, priority)
-            if page.ready != waited:
-                timeline.wait(state.stream, page.ready)
-                waited = page.ready
-            lane.pages.append(page)
-            lane.row.append(page.slot)
+            _add_page(state, lane, priority)
             taken += 1
         state.count_taken(lane, state.num_blocks, taken)
     state.mark_dirty()
+
+
+def _add_page(state: SequenceState, lane: Lane, priority: int) -> None:
+    """One more block of a lane, in a slot that has been made free; our stream waits until its last user is done."""
+    page = state.shared.hierarchy.new_page(lane.index, priority)
+    if page.ready != NULL_POINT:
+        state.shared.timeline.wait(state.stream, page.ready)
+    lane.pages.append(page)
+    lane.row.append(page.slot)
 
 
 def _shrink(state: SequenceState, blocks: int) -> None:

@@ -15,11 +15,12 @@ depends on when Python frees an object.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from enum import IntEnum
 from operator import index
 from typing import Final, SupportsIndex
+
+from librt.strings import BytesWriter
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -29,10 +30,12 @@ from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.tokens import pack, unpack
-from kv_cache_manager_v2.reuse.tree import Block, RadixTree
+from kv_cache_manager_v2.reuse.tokens import unpack
+from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence.indices import IndexRow
+from kv_cache_manager_v2.sequence.lock import Lock
 from kv_cache_manager_v2.sequence.recurrent import Recurrence
 from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
@@ -85,10 +88,13 @@ class Shared:
         self.life_cycles: list[LifeCycle] = layout.life_cycles
         self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.attention: list[int] = [lc.index for lc in layout.life_cycles if lc.is_attention]
+        self.lanes_in_group: list[int] = [0] * layout.num_pool_groups  # attention life cycles by pool group: lanes of one beam
+        for life_cycle in self.attention:
+            self.lanes_in_group[self.pool_group_of[life_cycle]] += 1
         self.ssm: LifeCycle | None = layout.ssm
         self.scratch: bool = layout.max_rewind is not None
         self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
-        self.lock: threading.RLock = threading.RLock()
+        self.lock = Lock()
         self.open: dict[int, SequenceState] = {}  # by serial number
         self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
@@ -212,8 +218,7 @@ class SequenceState:
         # reuse
         self.tip: Block | None = None  # deepest tree block of our path, pinned; None before the first full block
         self.block_tokens: list[bytes] = []  # packed tokens of each full committed block
-        self.tail: bytes = b""  # packed tokens of the committed part of the block after those
-        self.tail_ids: list[int] = []  # ids committed one by one since `tail` was packed
+        self.tail = BytesWriter()  # packed tokens of the committed part of the block after those
         self.commit_allowed = True
         self.text_only = False  # a promise: no digest will come
         self.has_digests = False  # whether digests are committed
@@ -333,14 +338,6 @@ class SequenceState:
 
     # --- tokens
 
-    def pack_tail(self) -> bytes:
-        """The committed tokens of the last, partial block, packed."""
-        ids = self.tail_ids
-        if ids:
-            self.tail += pack(ids).data
-            self.tail_ids = []
-        return self.tail
-
     def tail_length(self) -> int:
         """Tokens committed past the last full committed block."""
         return self.committed - len(self.block_tokens) * self.tokens_per_block
@@ -349,7 +346,7 @@ class SequenceState:
         tokens: list[int | bytes] = []
         for data in self.block_tokens:
             tokens.extend(unpack(data))
-        tokens.extend(unpack(self.pack_tail()))
+        tokens.extend(unpack(self.tail.getvalue()))
         return tokens
 
     # --- file transfers

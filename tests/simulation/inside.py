@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
 from kv_cache_manager_v2.ids import CacheTier
-from kv_cache_manager_v2.reuse.tree import Block, RadixTree
+from kv_cache_manager_v2.reuse.block import Block
+from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence.state import Shared
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page

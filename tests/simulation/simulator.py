@@ -19,6 +19,7 @@ from typing import Final
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from tests.simulation import conduct
+from tests.simulation.calls import Calls
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import Setup, draw
@@ -48,10 +49,10 @@ class SimulationError(AssertionError):
 class Simulation:
     """One run."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, calls: Calls | None = None) -> None:
         self.setup = setup
         self.random = Random(setup.seed ^ 0x5EED)
-        self.world = World(setup)
+        self.world = World(setup, calls)
         self.number = 0  # of the operation
         self.last: deque[str] = deque(maxlen=24)
         self.prompts: list[tuple[int, list[Token]]] = [(0, [setup.alphabet[0]])]
@@ -471,7 +472,9 @@ class Simulation:
         counts["commit", "partial sibling superseded"] += self.world.inside.tree.num_superseded
 
 
-def simulate(seed: int, operations: int, shape: str | None = None, faults: bool | None = None) -> Report:
+def simulate(
+    seed: int, operations: int, shape: str | None = None, faults: bool | None = None, calls: Calls | None = None
+) -> Report:
     """Run one seed; raises SimulationError if anything is not as it should be."""
     with tempfile.TemporaryDirectory(prefix="kvcm-simulation-") as path:
-        return Simulation(draw(seed, path, shape, faults)).run(operations)
+        return Simulation(draw(seed, path, shape, faults), calls).run(operations)

@@ -1,4 +1,4 @@
-"""The two builds do the same: one seed, one trace, wherever it runs.
+"""The two builds do the same: one seed, one trace, wherever it runs. And the quick paths do what the long ones do.
 
 The trace is a checksum over every outcome, length and page index of a run, in order, and over the counters at its end. Beside the
 other build, it is compared with an interpreter that hashes strings otherwise: nothing may depend on the order of a set.
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, package_directory
+from tests.simulation.calls import LongCalls
 from tests.simulation.setups import SHAPES
 from tests.simulation.simulator import simulate
 
@@ -61,3 +62,8 @@ def test_the_other_build_leaves_the_same_trace(traces: list[int], tested_build: 
     if not same_sources(package_directory(), other):
         pytest.skip(f"the {other.name} build was made from other sources; it is compared when its own turn comes")
     assert traces_of(other, "0") == traces
+
+
+def test_the_long_way_leaves_the_same_trace(traces: list[int]) -> None:
+    """Quick paths, of the decode step and of the batch calls, change nothing but the time that they take."""
+    assert [simulate(seed, OPERATIONS, calls=LongCalls()).checksum() for seed in SEEDS] == traces

@@ -10,22 +10,28 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 
-from kv_cache_manager_v2 import KVCache, PlannedDropHandle, commit_batch, resize_batch
+from kv_cache_manager_v2 import KVCache, PlannedDropHandle
 from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.storage.resizing import AdjustResult
+from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
 from tests.simulation.model import Request, Token, chain_all
 from tests.simulation.scene import Live, Scene
+from tests.simulation.setups import Setup
 
 PriorityCallback = Callable[[int, LifeCycle], int]
 
 
 class World(Scene):
     """All operations. Request by request, then planned drops, the manager itself, mistakes and faults."""
+
+    def __init__(self, setup: Setup, calls: Calls | None = None) -> None:
+        super().__init__(setup)
+        self.calls = calls or Calls()
 
     # --- requests
 
@@ -137,11 +143,10 @@ class World(Scene):
     def resize(self, live: Live, capacity: int, history: int, check: bool) -> str:
         model = live.model
         before = self.fingerprint(live) if check and self.calm() else None
-        use_none = history == model.history
         if any(len(buffer) * self.setup.size < capacity for buffer in live.buffers.values()):
             return self.mistake(live, "short buffer", lambda: live.cache.resize(capacity, history), ConfigError)
         fits = self._fits_to_grow(live, capacity, history) if before is not None and not self.setup.scratch else None
-        failure, done = self.attempt(live, "resize", lambda: live.cache.resize(capacity, None if use_none else history))
+        failure, done = self.attempt(live, "resize", lambda: self.calls.resize(live.cache, capacity, history))
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)
             if failure == "device failure" and lengths[1] == history:  # pages were let go before the device failed
@@ -187,7 +192,7 @@ class World(Scene):
         tokens = model.beams[beam].tokens[model.committed : model.committed + count]
         indices = [beam] * count if model.width > 1 else None
         before = model.committed
-        failure, _result = self.attempt(live, "commit", lambda: live.cache.commit(tokens, indices, is_end))
+        failure, _result = self.attempt(live, "commit", lambda: self.calls.commit(live.cache, tokens, indices, is_end))
         if failure == "data lost":
             return failure
         if failure and live.cache.num_committed_tokens == before:
@@ -221,7 +226,7 @@ class World(Scene):
         capacities = [live.model.computed + more for live, more in zip(lives, grow, strict=True)]
         histories = [live.model.computed for live in lives]
         faces = [self.face(live) for live in lives]
-        done = resize_batch([live.cache for live in lives], capacities, histories)
+        done = self.calls.resize_batch([live.cache for live in lives], capacities, histories)
         for number, live in enumerate(lives):
             if number < done:
                 self.books.resized(live.number, live.model, capacities[number], histories[number], self.setup.max_rewind)
@@ -233,8 +238,7 @@ class World(Scene):
             self.compute(live, [tokens[number][: grow[number]]])
         committing = [live for live in ready if live.model.clean_run(0) > 0]
         values = [live.model.beams[0].tokens[live.model.committed] for live in committing]
-        items: list[object] = [value if isinstance(value, int) else [value] for value in values]
-        commit_batch([live.cache for live in committing], items)
+        self.calls.commit_batch([live.cache for live in committing], values)
         for live in committing:
             self.library.commit(live.model.commit(0, 1))
             self.rows(live)
