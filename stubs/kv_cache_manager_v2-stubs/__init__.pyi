@@ -1,3 +1,4 @@
+from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
@@ -71,7 +72,7 @@ from kv_cache_manager_v2.ids import (
     SlotId,
     Stream,
 )
-from kv_cache_manager_v2.kv_cache import KVCache, commit_batch, resize_batch
+from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
 from kv_cache_manager_v2.layout.explaining import SizingLevel, SizingRow, SizingTable, explain_sizing

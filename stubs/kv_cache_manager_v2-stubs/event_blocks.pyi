@@ -4,8 +4,8 @@ from mypy_extensions import i16, u8
 
 from kv_cache_manager_v2.event_hashes import HashedBlock
 from kv_cache_manager_v2.event_records import MmKey
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.tree import Block
 
 GROUP_BITS: Final = 16
 GROUP_MASK: Final = 65535

@@ -7,8 +7,8 @@ from kv_cache_manager_v2.ids import CacheLevel, LifeCycleId, PageStatus, PoolGro
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.tree import Block
 from kv_cache_manager_v2.sequence.state import Shared
 from kv_cache_manager_v2.storage.page import Page
 
