@@ -30,7 +30,7 @@ class Arm:
         self.happened.append(shift["happened"])
         self.requests += shift["happened"]["requests"]
         self.seconds += shift["seconds"]
-        for name in ("schedule", "update", "first_token", "between_tokens"):
+        for name in ("schedule", "update", "close", "first_token", "between_tokens"):
             self.samples.setdefault(name, []).extend(shift[name])
 
     def figures(self) -> dict[str, float]:
@@ -44,6 +44,7 @@ class Arm:
             "schedule p90, ms": percentile(per["schedule"], 0.9),
             "update p50, ms": statistics.median(per["update"]),
             "update p90, ms": percentile(per["update"], 0.9),
+            "close p90, ms": percentile(per["close"], 0.9),
         }
 
 

@@ -57,6 +57,7 @@ def serve(requests: int, num_open: int, seed: int, slot: int = SLOT) -> dict[str
         "seconds": figures.clock,
         "schedule": figures.schedule,
         "update": figures.update,
+        "close": figures.close,
         "first_token": figures.first_token,
         "between_tokens": figures.between_tokens,
     }

@@ -1,11 +1,12 @@
 """The simulated engine of the A/B run: a closed loop of steps around the real manager.
 
-A step is: *schedule* (create and resume what was admitted, resize everything by what the step computes), the GPU, *update* (commit,
-statistics, close what is finished). The GPU's 11.5 ms pass on a clock of the simulation and are not slept: the manager's time is
-measured and added to them, nothing overlaps. So the same requests take the same steps on both builds, and a run takes minutes.
+A step is: *schedule* (room for the step of all that run, in one batch call; create, resume and resize what is admitted), the GPU,
+*update* (commit, in one batch call, and statistics), *close* (what is answered). The GPU's 11.5 ms pass on a clock of the
+simulation and are not slept: the manager's time is measured and added to them, nothing overlaps. So the same requests take the
+same steps on both builds, and a run takes minutes.
 
-Rule: only calls of the manager are on the clock. What the loops around them cost is measured with caches that do nothing, and
-subtracted.
+Rule: only calls of the manager are on the clock. What the loop around those of one request costs is measured with caches that do
+nothing, and subtracted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 from bench.conversations import Turn, Workload
 from bench.work import now
-from kv_cache_manager_v2 import KVCache, KVCacheManager, Stream
+from kv_cache_manager_v2 import KVCache, KVCacheManager, Stream, commit_batch, resize_batch
 
 GPU_STEP_S: Final = 0.0115
 STEP_TOKENS: Final = 8192  # prompt tokens computed in one step, all requests together
@@ -33,10 +34,23 @@ class Request:
         self.cache: KVCache | None = None  # from its admission on
         self.length = 0  # tokens whose keys and values are computed
         self.drawn = 0  # tokens of the answer that were drawn
-        self.chunk: array[int] | list[int] = []  # what the present step computes
+        self.some = 0  # tokens that the present step computes
+        self.looked_up = turn.prompt[:-1]  # the last token's output is wanted
 
     def remaining_prompt(self) -> int:
         return len(self.turn.prompt) - self.length
+
+    def cut(self, budget: int) -> int:
+        """Take up to `budget` prompt tokens; a request past its prompt computes the token drawn last. Returns what was taken."""
+        left = self.remaining_prompt()
+        self.some = 1 if left <= 0 else min(left, max(budget, 0))
+        return self.some if left > 0 else 0
+
+    def computed(self) -> array[int] | int:
+        """The tokens of the present step."""
+        if self.remaining_prompt() <= 0:
+            return self.turn.answer[self.drawn - 1]
+        return self.turn.prompt[self.length : self.length + self.some]
 
     def answered(self) -> bool:
         return self.drawn == len(self.turn.answer)
@@ -53,6 +67,7 @@ class Figures:
     def __init__(self) -> None:
         self.schedule: list[float] = []  # by step
         self.update: list[float] = []  # by step
+        self.close: list[float] = []  # by step
         self.first_token: list[float] = []  # by request
         self.between_tokens: list[float] = []  # a sample: of every 16th token
         self.clock = 0.0  # of the simulation
@@ -84,98 +99,96 @@ class Engine:
 
     def step(self) -> None:
         figures = self.figures
-        growing = self._cut_chunks()
+        caches, capacities, budget = self._cut_chunks()
+        admitted = len(self.running)
         start = now()
-        self._grow(growing)
-        self._admit()
-        figures.schedule.append(max(0.0, now() - start - self.loop_cost * len(growing)))
-        committing, closing = self._outcome()
+        self._grow(caches, capacities)
+        self._admit(budget)
+        admitted = len(self.running) - admitted
+        figures.schedule.append(self._without_loop(now() - start, admitted))
+        caches, chunks, closing = self._outcome()
         start = now()
-        for cache, chunk in committing:
-            cache.commit(chunk)
+        commit_batch(caches, chunks)
         for cache in closing:
             cache.commit_pending_stats()
-            cache.close()
         self.manager.get_and_reset_iteration_stats()
-        figures.update.append(max(0.0, now() - start - self.loop_cost * (len(committing) + len(closing))))
-        figures.clock += figures.schedule[-1] + GPU_STEP_S + figures.update[-1]
+        figures.update.append(self._without_loop(now() - start, len(closing)))
+        start = now()
+        for cache in closing:
+            cache.close()
+        figures.close.append(self._without_loop(now() - start, len(closing)))
+        figures.clock += figures.schedule[-1] + GPU_STEP_S + figures.update[-1] + figures.close[-1]
         self._account()
 
-    def _cut_chunks(self) -> list[tuple[KVCache, int]]:
+    def _without_loop(self, seconds: float, turns: int) -> float:
+        return max(0.0, seconds - self.loop_cost * max(0, turns))
+
+    def _cut_chunks(self) -> tuple[list[KVCache], list[int], int]:
         """Decide what each running request computes in this step: the token drawn last, or more of its prompt.
 
-        Returns the capacities that they need, in the order of `running`.
+        Returns the caches and the capacities that they need, in the order of `running`, and the prompt tokens left for others.
         """
         budget = STEP_TOKENS
-        growing: list[tuple[KVCache, int]] = []
         for request in self.running:
-            budget -= self._cut(request, budget)
-            growing.append((request.opened(), request.length + len(request.chunk)))
-        return growing
+            budget -= request.cut(budget)
+        return [request.opened() for request in self.running], [request.length + request.some for request in self.running], budget
 
-    def _cut(self, request: Request, budget: int) -> int:
-        """Take up to `budget` prompt tokens; a request past its prompt computes the token drawn last. Returns what was taken."""
-        left = request.remaining_prompt()
-        if left <= 0:
-            request.chunk = [request.turn.answer[request.drawn - 1]]
-            return 0
-        some = min(left, max(budget, 0))
-        request.chunk = request.turn.prompt[request.length : request.length + some]
-        return some
-
-    def _grow(self, growing: list[tuple[KVCache, int]]) -> None:
+    def _grow(self, caches: list[KVCache], capacities: list[int]) -> None:
         """Room for the step of every running request; where there is none, the youngest makes way."""
-        done = grow_all(growing, 0)
-        while done < len(growing):
-            growing.pop()
+        done = resize_batch(caches, capacities)
+        while done < len(caches):
+            caches.pop()
+            capacities.pop()
             self._preempt(self.running.pop())
-            done = grow_all(growing, done)
+            done += resize_batch(caches[done:], capacities[done:])
 
     def _preempt(self, request: Request) -> None:
         request.opened().suspend()
-        request.chunk = []
+        request.some = 0
         self.waiting.appendleft(request)
         self.figures.preempted += 1
 
-    def _admit(self) -> None:
+    def _admit(self, budget: int) -> None:
         """Start or go on with waiting requests, first come first served, as far as the step's tokens and the memory reach."""
-        budget = STEP_TOKENS - sum([len(request.chunk) for request in self.running if len(request.chunk) > 1])
         while self.waiting and budget > 0:
             request = self.waiting[0]
             cache = request.cache
-            if cache is None:  # the last token's output is wanted, so it is not looked up
-                cache = request.cache = self.manager.create_kv_cache(None, request.turn.prompt[:-1])
+            if cache is None:
+                cache = request.cache = self.manager.create_kv_cache(None, request.looked_up)
                 request.length = cache.num_committed_tokens
                 self.figures.reused += request.length
             if not cache.resume(self.stream):
                 return
-            taken = self._cut(request, budget)
-            if not cache.resize(request.length + len(request.chunk)):
+            taken = request.cut(budget)
+            if not cache.resize(request.length + request.some):
                 cache.suspend()
+                request.some = 0
                 return
             budget -= taken
             self.running.append(self.waiting.popleft())
 
-    def _outcome(self) -> tuple[list[tuple[KVCache, object]], list[KVCache]]:
+    def _outcome(self) -> tuple[list[KVCache], list[object], list[KVCache]]:
         """What the step computed, to be committed, and the caches whose answer that ends."""
-        committing: list[tuple[KVCache, object]] = []
+        caches: list[KVCache] = []
+        chunks: list[object] = []
         closing: list[KVCache] = []
         for request in self.running:
-            if request.chunk:
-                committing.append((request.opened(), request.chunk))
-                request.length += len(request.chunk)
+            if request.some:
+                caches.append(request.opened())
+                chunks.append(request.computed())
+                request.length += request.some
                 if request.remaining_prompt() <= 0:
                     request.drawn += 1
                     if request.answered():
                         closing.append(request.opened())
-        return committing, closing
+        return caches, chunks, closing
 
     def _account(self) -> None:
         """Note the times of the tokens that the step drew; answered requests are followed by their next turns."""
         figures = self.figures
         clock = figures.clock
         for request in self.running:
-            if request.drawn == 0 or not request.chunk:
+            if request.drawn == 0 or not request.some:
                 continue
             if request.drawn == 1:
                 figures.first_token.append(clock - request.arrived)
@@ -188,22 +201,14 @@ class Engine:
         self.running = [request for request in self.running if not request.answered()]
 
 
-def grow_all(growing: list[tuple[KVCache, int]], beg: int) -> int:
-    """Resize from position `beg` on; the position of the first that was refused."""
-    for position, (cache, capacity) in enumerate(growing[beg:], beg):
-        if not cache.resize(capacity):
-            return position
-    return len(growing)
-
-
 def calibrate(requests: int = 1000) -> float:
-    """Seconds that a loop over pairs costs for each without the manager's calls, counting as `grow_all` does."""
-    pairs = [(object(), number) for number in range(1, requests + 1)]
+    """Seconds that a loop over caches costs for each of them without the manager's calls."""
+    caches = [object()] * requests
     samples: list[float] = []
     for _i in range(15):
         start = now()
-        for done, (_cache, capacity) in enumerate(pairs):  # noqa: B007
-            if not capacity:
+        for cache in caches:
+            if cache is None:
                 raise AssertionError
         samples.append((now() - start) / requests)
     return statistics.median(samples)

@@ -57,6 +57,7 @@ def shift(scale: float) -> dict[str, object]:
         "seconds": 3 * (GPU_STEP_S + scale),
         "schedule": [scale, 2 * scale, 3 * scale],
         "update": [scale / 2] * 3,
+        "close": [scale / 4] * 3,
         "first_token": [0.02] * 10,
         "between_tokens": [GPU_STEP_S + scale] * 10,
     }
