@@ -229,18 +229,18 @@ def _common(first: Sequence[int | bytes], second: Sequence[int | bytes]) -> int:
 
 def page_of(block: Block, life_cycle: int) -> Page | None:
     """The page that a block lists."""
-    return block.pages[life_cycle]
+    return block.page(life_cycle)
 
 
 def path_coverage(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int) -> list[int]:
     """What the pages along the tokens are good for, block by block; 0 where there is none."""
-    pages = [block.pages[life_cycle] for block in tree_path(manager, tokens)]
+    pages = [block.page(life_cycle) for block in tree_path(manager, tokens)]
     return [0 if page is None else page.coverage for page in pages]
 
 
 def path_levels(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int = 0) -> list[int]:
     """The level of each page along the tokens; -1 where there is none."""
-    pages = [block.pages[life_cycle] for block in tree_path(manager, tokens)]
+    pages = [block.page(life_cycle) for block in tree_path(manager, tokens)]
     return [-1 if page is None else page.level for page in pages]
 
 
@@ -269,7 +269,7 @@ def reuse_match_pages(
     """(matched tokens, and (slot id, coverage) of the life cycle's page in each matched block, or None), without back-off."""
     with manager.shared.lock:
         found = match(manager.shared.tree, scope or ReuseScope(), pack(tokens), enable_partial, 0)
-        pages = [block.pages[life_cycle] for block in found.blocks]
+        pages = [block.page(life_cycle) for block in found.blocks]
         return found.num_tokens, [None if page is None else (page.slot, page.coverage) for page in pages]
 
 
@@ -279,7 +279,7 @@ def reuse_match_planned_drop_counts(
     """How many planned drops name the life cycle's page in each matched block; 0 where there is none."""
     with manager.shared.lock:
         found = match(manager.shared.tree, scope or ReuseScope(), pack(tokens), enable_partial, 0)
-        pages = [block.pages[life_cycle] for block in found.blocks]
+        pages = [block.page(life_cycle) for block in found.blocks]
         return [0 if page is None else page.plans for page in pages]
 
 
@@ -294,7 +294,7 @@ def lose_page(manager: KVCacheManager, page: Page) -> None:
 def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
     """Have a block's page good for fewer tokens than it was. Raises ConfigError for a coverage that is not smaller, or below 1."""
     with manager.shared.lock:
-        page = block.pages[life_cycle]
+        page = block.page(life_cycle)
         if page is None or not 0 < coverage < page.coverage:
             raise ConfigError(f"coverage {coverage} is out of range: the page has {0 if page is None else page.coverage}")
         page.coverage = coverage
@@ -387,7 +387,7 @@ def event_manager_add_stored_block(event_manager: CacheListener, block: StagedBl
 
 def event_manager_add_stored_life_cycle(event_manager: CacheListener, block: StagedBlock, life_cycle: int) -> None:
     """Tell a listener of one life cycle's page of a block, if it has one."""
-    page = block.block.pages[life_cycle]
+    page = block.block.page(life_cycle)
     if page is not None:
         usable = block.shared.life_cycles[life_cycle].usable_tokens(page.coverage, block.block.num_tokens)
         event_manager.page_stored(block.block, life_cycle, page.level, page.priority, usable >= block.block.num_tokens)

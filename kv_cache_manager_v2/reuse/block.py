@@ -36,7 +36,7 @@ class Block(Leaf):
         # eight bytes each
         self.tree = tree
         self.parent = parent  # None for a root, and once detached
-        self.pages = tree.no_pages  # by life cycle; a tuple, which the collector need not walk
+        self.first: Page | None = None  # the page of the lowest life cycle that has one; the others follow, see `Page.beside`
         self.children: Leaf | Branch | None = None  # a fan, see fan.py
         self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
         self.key: bytes | None = None  # made when somebody asks
@@ -47,7 +47,7 @@ class Block(Leaf):
 
     def page_relocated(self, page: Page, source: int, destination: int) -> None:
         listener = self.tree.listener
-        if listener is not None and self.attached and self.pages[page.life_cycle] is page:
+        if listener is not None and self.attached and self.page(page.life_cycle) is page:
             listener.page_moved(self, page.life_cycle, source, destination)
 
     def block_key(self) -> bytes:
@@ -79,19 +79,64 @@ class Block(Leaf):
         """The children, in the order of their packed bits."""
         return [as_block(leaf) for leaf in fan.leaves(self.children)]
 
-    def has_page(self) -> bool:
-        for page in self.pages:  # noqa: SIM110 (a loop over a short tuple, where any() would make a generator)
-            if page is not None:
-                return True
-        return False
+    # --- its pages: a list linked through the pages, for which nothing is allocated and which the collector does not see
 
-    def set_page(self, life_cycle: int, page: Page | None) -> None:
-        if len(self.pages) == 1:
-            self.pages = (page,)
+    def page(self, life_cycle: int) -> Page | None:
+        """The page of a life cycle, None if it has none. O(life cycles)."""
+        page = self.first
+        while page is not None and page.life_cycle != life_cycle:
+            page = page.beside
+        return page
+
+    @property
+    def pages(self) -> tuple[Page | None, ...]:
+        """By life cycle."""
+        return tuple([self.page(life_cycle.index) for life_cycle in self.tree.life_cycles])
+
+    def put_page(self, page: Page) -> None:
+        """List a page, instead of another one of its life cycle if there is any."""
+        before: Page | None = None
+        after = self.first
+        while after is not None and after.life_cycle < page.life_cycle:
+            before = after
+            after = after.beside
+        if after is not None and after.life_cycle == page.life_cycle:
+            rest = after.beside
+            after.beside = None
+            after = rest
+        page.beside = after
+        if before is None:
+            self.first = page
         else:
-            changed = list(self.pages)
-            changed[life_cycle] = page
-            self.pages = tuple(changed)
+            before.beside = page
+
+    def forget_page(self, page: Page) -> bool:
+        """List a page no longer; False if it was not listed."""
+        before: Page | None = None
+        found = self.first
+        while found is not None and found is not page:
+            before = found
+            found = found.beside
+        if found is None:
+            return False
+        if before is None:
+            self.first = page.beside
+        else:
+            before.beside = page.beside
+        page.beside = None
+        return True
+
+    def take_pages(self) -> list[Page]:
+        """List no page any more; those that were."""
+        taken: list[Page] = []
+        page = self.first
+        self.first = None
+        while page is not None:
+            taken.append(page)
+            following = page.beside
+            page.beside = None
+            page = following
+        return taken
 
 
 @mypyc_attr(acyclic=True)

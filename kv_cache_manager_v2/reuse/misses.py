@@ -243,7 +243,7 @@ class _Inquiry:
             for ordinal in range(len(path)):
                 if beg <= ordinal < end:
                     continue
-                page = path[ordinal].pages[life_cycle.index]
+                page = path[ordinal].page(life_cycle.index)
                 share = min(size, limit - ordinal * size)
                 if page is not None and life_cycle.usable_tokens(page.coverage, share) >= share:
                     continue

@@ -50,7 +50,6 @@ class RadixTree:
         self.loss_life_cycle = -1  # while a listener is told of what went: the page that was lost ...
         self.loss_level = LOSS_NONE  # ... and where it lay
         self.num_superseded = 0  # partial blocks that a longer one has replaced, since construction
-        self.no_pages: tuple[Page | None, ...] = (None,) * len(life_cycles)  # shared by all blocks without a page
         self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
         self.has_attention = False
         self.windows: list[LifeCycle] = []  # those that lose interest in blocks behind their sinks
@@ -150,22 +149,27 @@ class RadixTree:
             self._index[block.block_key()] = block
         return block
 
+    def loose_block(self, ordinal: int, tokens: bytes) -> Block:
+        """A full block that belongs to no tree."""
+        block = Block(self, None, ordinal, tokens, self.tokens_per_block)
+        block.attached = False
+        return block
+
     def _supersede(self, old: Block, new: Block) -> None:
         """The old block's tokens begin the new one's: it leaves, its pages move over."""
         self.num_superseded += 1
         assert old.children is None, "a block that another one continues is partial, so it has no children"
         self.loss_level = LOSS_NONE
         self._tell_removed(old)
-        pages = old.pages
+        pages = old.take_pages()
         self._let_go(old)
         if old.unsettled:  # nobody knows yet whether its pages are right, and whoever will know knows the old block
             self._give_back_all(pages)
             return
-        new.pages = pages
         for page in pages:
-            if page is not None:
-                self.keeper.adopt(page, new, page.coverage)
-                self._tell_stored(new, page)
+            new.put_page(page)
+            self.keeper.adopt(page, new, page.coverage)
+            self._tell_stored(new, page)
         self._recount(new)
 
     def pin(self, block: Block) -> None:
@@ -199,10 +203,11 @@ class RadixTree:
         if not block.attached:
             return False
         assert 0 < coverage <= block.num_tokens, (coverage, block.num_tokens)
-        old = block.pages[page.life_cycle]
+        old = block.page(page.life_cycle)
         if old is not None and old.coverage >= coverage:
             return False
-        block.set_page(page.life_cycle, page)
+        if old is not page:
+            block.put_page(page)
         self.keeper.adopt(page, block, coverage)
         if old is not None and old is not page:
             self.keeper.orphan(old)
@@ -213,9 +218,8 @@ class RadixTree:
 
     def page_gone(self, block: Block, page: Page) -> None:
         """The storage dropped or lost a page: forget it, and all that can no longer be matched without it."""
-        if block.pages[page.life_cycle] is not page:
+        if not block.forget_page(page):
             return  # forgotten before, as when a block above went first
-        block.set_page(page.life_cycle, None)
         if not block.attached:
             return
         self.loss_life_cycle = page.life_cycle
@@ -233,7 +237,7 @@ class RadixTree:
         owner = page.owner
         if owner is not None:
             block = as_block(owner)
-            assert block.pages[page.life_cycle] is page, "the page's owner does not list it"
+            assert block.page(page.life_cycle) is page, "the page's owner does not list it"
             self.page_gone(block, page)
             self._give_back(page)
 
@@ -258,9 +262,10 @@ class RadixTree:
         block.unsettled -= 1
         self._recount(block)
         if block.unsettled == 0 and block.attached:
-            for page in block.pages:
-                if page is not None:
-                    self._tell_stored(block, page)
+            page = block.first
+            while page is not None:
+                self._tell_stored(block, page)
+                page = page.beside
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +276,7 @@ class RadixTree:
         reach = num_tokens
         snapshot = num_tokens + 1  # the position at which all snapshots are; 0 if one is missing or they differ
         for life_cycle in self.life_cycles:
-            page = block.pages[life_cycle.index]
+            page = block.page(life_cycle.index)
             usable = 0 if page is None else life_cycle.usable_tokens(page.coverage, num_tokens)
             if usable >= num_tokens:
                 covered |= 1 << life_cycle.index
@@ -293,7 +298,7 @@ class RadixTree:
     def _prune(self, block: Block) -> None:
         """Drop a block that is worth nothing, then its parent if that is now, and so on to the root."""
         node = block
-        while node.children is None and node.pins == 0 and not node.has_page():
+        while node.children is None and node.pins == 0 and node.first is None:
             parent = node.parent
             if parent is None:
                 self._drop_root(node)
@@ -317,7 +322,7 @@ class RadixTree:
             self._tell_removed(block)
         top.attached = False
         for block in gone:
-            pages = block.pages
+            pages = block.take_pages()
             if block.ordinal >= 0:
                 self._let_go(block)
             if isinstance(block.children, Branch):
@@ -343,13 +348,11 @@ class RadixTree:
         """Cut a block's links; whoever still refers to it finds its tokens, and that it is detached."""
         block.attached = False
         block.parent = None
-        block.pages = self.no_pages
         self.num_blocks -= 1
 
-    def _give_back_all(self, pages: tuple[Page | None, ...]) -> None:
+    def _give_back_all(self, pages: list[Page]) -> None:
         for page in pages:
-            if page is not None:
-                self._give_back(page)
+            self._give_back(page)
 
     def _give_back(self, page: Page) -> None:
         """Tell the storage that a page is listed no longer."""
@@ -389,12 +392,14 @@ class RadixTree:
                 assert child.ordinal == block.ordinal + 1
 
     def _check_pages(self, block: Block) -> None:
-        for i in range(len(block.pages)):
-            page = block.pages[i]
-            if page is not None:
-                assert page.life_cycle == i
-                assert page.owner is block, "a listed page has another owner"
-                assert 0 < page.coverage <= block.num_tokens, (page.coverage, block.num_tokens)
+        page = block.first
+        below = -1
+        while page is not None:
+            assert below < page.life_cycle < len(self.life_cycles), "the pages of a block are listed by life cycle"
+            assert page.owner is block, "a listed page has another owner"
+            assert 0 < page.coverage <= block.num_tokens, (page.coverage, block.num_tokens)
+            below = page.life_cycle
+            page = page.beside
         before = (block.covered, block.reach, block.ends)
         self._recount(block)
         assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"

@@ -88,6 +88,6 @@ def _planned_pages(shared: Shared, found: Match) -> list[Page]:
 
 
 def _add(pages: list[Page], block: Block, index: int) -> None:
-    page = block.pages[index]
+    page = block.page(index)
     if page is not None:
         pages.append(page)
