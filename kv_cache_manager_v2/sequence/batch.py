@@ -7,6 +7,7 @@ own cost in the caller's interpreter, and takes the lock once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.doors import as_list, whole
@@ -97,17 +98,17 @@ def resize_all(states: list[SequenceState], capacities: Sequence[object], histor
     wanted = as_list(capacities)
     settled = as_list(histories) if histories is not None else None
     with states[0].shared.lock:
-        for index in range(count):
-            state = states[index]
-            item = wanted[index]
+        for position in range(count):
+            state = states[position]
+            item = wanted[position]
             capacity = item if type(item) is int else whole(item, "capacity")
             if settled is None:
                 if growth.stay_inside_block(state, capacity):
                     continue
                 if not _resize(state, capacity, None):
-                    return index
-            elif not _resize(state, capacity, whole(settled[index], "history_length")):
-                return index
+                    return position
+            elif not _resize(state, capacity, whole(settled[position], "history_length")):
+                return position
     return count
 
 
@@ -122,13 +123,24 @@ def commit_all(states: list[SequenceState], tokens: Sequence[object]) -> None:
     stream = states[0].stream
     point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
     with states[0].shared.lock:
-        for index in range(count):
-            state = states[index]
-            item = items[index]
-            if type(item) is not int:
+        for position in range(count):
+            state = states[position]
+            item = items[position]
+            token = item if type(item) is int else _token(item)
+            if token is None:
                 commit(state, pack(item, state.text_only), None, False)
-            elif not committing.append_inside_block(state, item):
+            elif not committing.append_inside_block(state, token):
                 if state.stream != stream:
                     stream = state.stream
                     point = NULL_POINT
-                point = _commit_token(state, item, point)
+                point = _commit_token(state, token, point)
+
+
+def _token(item: object) -> int | None:
+    """The id of a numpy or torch scalar; None for a run of tokens, and for what is neither."""
+    if isinstance(item, (list, tuple, bool)) or not hasattr(item, "__index__"):
+        return None
+    try:
+        return index(item)
+    except TypeError:  # an array of several
+        return None

@@ -155,7 +155,7 @@ def _narrow(state: SequenceState, width: int) -> None:
 
 def exchange_beams(state: SequenceState, beam: int) -> None:
     """Beam 0 and the beam that the last committed token came from swap all that is not committed in full blocks."""
-    for ordinal in range(len(state.block_tokens), state.num_blocks):
+    for ordinal in range(len(state.path), state.num_blocks):
         exchange_pages(state, ordinal, beam)
     recurrence = state.recurrence
     if recurrence is not None:
@@ -199,7 +199,7 @@ def choose_beams(state: SequenceState, count: int, indices: Sequence[int] | None
             raise ConfigError(f"beam_search_indices[{index}] is {wanted}; the beams are 0..{state.width - 1}")
         if beam not in (ANY_BEAM, wanted):
             raise ConfigError(
-                f"block {len(state.block_tokens) + len(chosen)} would mix beams {beam} and {wanted}: "
+                f"block {len(state.path) + len(chosen)} would mix beams {beam} and {wanted}: "
                 "a block is committed from one beam; gather its tokens into one beam first"
             )
         beam = wanted

@@ -67,7 +67,7 @@ def commit_one(state: SequenceState, token: int, point: Point) -> None:
     """Does what `commit` does with a single id that it takes; `point` is the end of our work up to now. Lock held."""
     after = state.committed + 1
     history = max(state.history, after)
-    ordinal = len(state.block_tokens)
+    ordinal = len(state.path)
     if after % state.tokens_per_block == 0:
         _end_block(state, token, ordinal, history, point)
     else:
@@ -75,21 +75,18 @@ def commit_one(state: SequenceState, token: int, point: Point) -> None:
     state.committed = after
     if history > state.history:
         advance_history(state, history, point)
-    _release_stale(state, ordinal, len(state.block_tokens))
+    _release_stale(state, ordinal, len(state.path))
 
 
 def _end_block(state: SequenceState, token: int, ordinal: int, history: int, point: Point) -> None:
-    """The last block is full with this id; where what we build on was lost, it stays private."""
+    """The last block is full with this id."""
     tip = state.tip
     parent = _parent(state)
     tail = state.tail
     write_i32_le(tail, i32(token))
     data = tail.getvalue()
     tail.truncate(len(tail) - TOKEN_BYTES)  # until the block stands: the device may fail
-    if parent.attached:
-        parent = _enter_block(state, parent, data, ordinal, history, point)
-    else:
-        state.block_tokens.append(data)
+    parent = _enter_block(state, parent, data, ordinal, history, point)
     tail.truncate(0)
     state.shared.tree.pin(parent)
     if tip is not None:
@@ -114,7 +111,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
     if tokens.uuids is not None and listener is not None:
         for digest, uuid in tokens.uuids.items():
             listener.item_named(digest, uuid)
-    first = len(state.block_tokens)
+    first = len(state.path)
     full = after // size
     point = NULL_POINT
     if full > first or history >= state.next_stale or state.scratch:
@@ -130,7 +127,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
     state.committed = after
     if history > state.history:
         advance_history(state, history, point)
-    _release_stale(state, first, len(state.block_tokens))
+    _release_stale(state, first, len(state.path))
     if snapshots:
         _snapshot(state, state_priority)
 
@@ -152,7 +149,7 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
     tip = state.tip
     parent = _parent(state)
     pending = state.tail.getvalue()
-    first = len(state.block_tokens)
+    first = len(state.path)
     for ordinal in range(first, full):
         beg = ordinal * size - state.committed
         data = tokens.slice_bytes(max(beg, 0), beg + size)
@@ -161,9 +158,6 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
             pending = b""
         if beams:
             settle_block(state, ordinal, beams[ordinal - first], point)
-        if not parent.attached:  # what we build on was lost: ours stays private
-            state.block_tokens.append(data)
-            continue
         parent = _enter_block(state, parent, data, ordinal, history, point)
     tree.pin(parent)
     if tip is not None:
@@ -172,12 +166,16 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
 
 
 def _enter_block(state: SequenceState, parent: Block, data: bytes, ordinal: int, history: int, point: Point) -> Block:
-    """The tree block of our next full block, with our pages or those of whoever committed it first."""
+    """The block of our next full one's tokens, with our pages or those of whoever committed it first; returns what the next is to
+    be put under. Where what we build on has left the tree, ours stays private."""
+    if not parent.attached:
+        state.path.append(state.shared.tree.loose_block(ordinal, data))
+        return parent
     block, outcome = state.shared.tree.insert(parent, data, state.tokens_per_block)
     if outcome == BLOCK_NEW and state.provision is not None:
         state.provision.add(state.shared.tree, block)
     _settle_block(state, block, ordinal, outcome, history, point)
-    state.block_tokens.append(block.tokens)
+    state.path.append(block)
     return block
 
 
@@ -187,13 +185,13 @@ def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int
     size = state.tokens_per_block
     for lane in state.main_lanes:
         page = lane.pages[ordinal]
-        if page is None or page.owner is not None or page.lost:  # a fork may have published it before us
+        if page is None or page.lost or not _ours_to_give(page, block, size):
             continue
         beg, end = lane.life_cycle.stale(history)
         stale = beg <= ordinal < end
         if stale and shared.commit_min_snapshot:
             continue  # given up when the history advances
-        theirs = block.pages[lane.index]
+        theirs = block.page(lane.index)
         if outcome != BLOCK_EXISTS or theirs is None or theirs.coverage < size:
             if _may_have_ours(state, block):
                 shared.hierarchy.merge_ready(page, point)
@@ -259,13 +257,13 @@ def _copy_live_pages(state: SequenceState, block: Block, covered: int, state_pri
         return
     if covered > 0:
         for lane in state.main_lanes:
-            page = lane.pages[len(state.block_tokens)]
-            if page is not None and _is_narrower(block.pages[lane.index], covered):
+            page = lane.pages[len(state.path)]
+            if page is not None and _is_narrower(block.page(lane.index), covered):
                 _copy_page(state, block, page, covered, page.priority)
     recurrence = state.recurrences()[state.last_beam] if state.recurrence is not None else None
     if recurrence is not None and recurrence.page is not None:
         coverage = covered if covered > 0 else state.tokens_per_block
-        narrower = _is_narrower(block.pages[recurrence.index], coverage)
+        narrower = _is_narrower(block.page(recurrence.index), coverage)
         if narrower and not _copy_page(state, block, recurrence.page, coverage, state_priority):
             recurrence.skipped += 1
 
@@ -279,7 +277,7 @@ def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, 
     """Give a block a copy of our page: over the narrower one that it has, or in a slot of its own. False if there is no room."""
     hierarchy = state.shared.hierarchy
     tree = state.shared.tree
-    old = block.pages[source.life_cycle]
+    old = block.page(source.life_cycle)
     if old is not None and old.plans == 0:
         try:
             if hierarchy.overwrite(old, source, state.stream):
@@ -303,6 +301,11 @@ def _insert_tail(state: SequenceState) -> Block:
     if outcome == BLOCK_NEW and state.provision is not None:
         state.provision.add(shared.tree, block)
     return block
+
+
+def _ours_to_give(page: Page, block: Block, coverage: int) -> bool:
+    """Whether a block may still learn of a page: a fork may have published it before us, perhaps for fewer tokens."""
+    return page.owner is None or (page.owner is block and page.coverage < coverage)
 
 
 def _may_have_ours(state: SequenceState, block: Block) -> bool:
@@ -337,7 +340,7 @@ def stop_committing(state: SequenceState, is_end: bool, point: Point) -> None:
     if block is not None and block is not state.tip:
         state.shared.tree.unpin(block)
     state.commit_allowed = False
-    _release_stale(state, len(state.block_tokens), state.num_blocks)
+    _release_stale(state, len(state.path), state.num_blocks)
 
 
 def _publish_tail(state: SequenceState, point: Point) -> Block:
@@ -351,9 +354,11 @@ def _publish_tail(state: SequenceState, point: Point) -> Block:
     if not _may_have_ours(state, block):
         return block
     for lane in state.main_lanes:
-        page = lane.pages[len(state.block_tokens)]
-        present = block.pages[lane.index]
-        if page is None or page.owner is not None or page.lost or (present is not None and present.coverage >= covered):
+        page = lane.pages[len(state.path)]
+        present = block.page(lane.index)
+        if page is None or page.lost or not _ours_to_give(page, block, covered):
+            continue
+        if present is not None and present.coverage >= covered:
             continue
         page.ready = shared.timeline.merge(page.ready, point)
         shared.tree.install(block, page, covered)
@@ -371,7 +376,7 @@ def _publish_state(state: SequenceState, block: Block, point: Point) -> None:
     page = recurrence.page
     covered = state.tail_length()
     coverage = covered if covered > 0 else state.tokens_per_block
-    if not _is_narrower(block.pages[recurrence.index], coverage) or not _may_have_ours(state, block):
+    if not _is_narrower(block.page(recurrence.index), coverage) or not _may_have_ours(state, block):
         return
     page.ready = shared.timeline.merge(page.ready, point)
     shared.tree.install(block, page, coverage)

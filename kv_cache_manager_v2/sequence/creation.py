@@ -27,8 +27,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     state.set_capacity(count)
     full = count // size
     state.has_digests = bool(tokens.digests) and tokens.digests[0] < count
-    for ordinal in range(full):
-        state.block_tokens.append(match.blocks[ordinal].tokens)
+    state.path = match.blocks[:full]
     state.tail.write(tokens.slice_bytes(full * size, count))
     state.borrowed_tail = count % size != 0
     if full > 0:
@@ -42,7 +41,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
         cold += some_cold
     recurrence = state.recurrence
     if recurrence is not None and count > 0:
-        snapshot = match.blocks[-1].pages[recurrence.index]
+        snapshot = match.blocks[-1].page(recurrence.index)
         assert snapshot is not None, "a match ends at a snapshot"
         recurrence.borrow(shared.hierarchy, snapshot)
     _credit_levels(state, cold)
@@ -60,7 +59,7 @@ def _matched_priorities(state: SequenceState, match: Match) -> list[list[int]]:
         beg, end = lane.life_cycle.stale(match.num_tokens)
         asked: list[int] = []
         for ordinal, block in enumerate(match.blocks):
-            if not beg <= ordinal < end and block.pages[lane.index] is not None:
+            if not beg <= ordinal < end and block.page(lane.index) is not None:
                 asked.append(state.page_priority(ordinal, lane.life_cycle))
         priorities.append(asked)
     return priorities

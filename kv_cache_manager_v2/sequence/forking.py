@@ -28,7 +28,7 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     twin.committed = state.committed
     twin.set_history(state.history)
     twin.set_capacity(state.history)
-    twin.block_tokens = list(state.block_tokens)
+    twin.path = list(state.path)
     twin.tail.write(state.tail.getvalue())
     twin.commit_allowed = state.commit_allowed
     twin.text_only = state.text_only
@@ -70,7 +70,7 @@ def _mark_written(state: SequenceState) -> None:
     point = shared.timeline.record(state.stream)
     for lane in state.lanes:
         for ordinal, page in enumerate(lane.pages):
-            if page is not None and (page.owner is None or ordinal >= len(state.block_tokens)):
+            if page is not None and (page.owner is None or ordinal >= len(state.path)):
                 shared.hierarchy.merge_ready(page, point)
 
 

@@ -236,7 +236,7 @@ def _pages_for_scratch(state: SequenceState, spans: list[tuple[int, int]]) -> li
 
 def _stays_held(state: SequenceState, ordinal: int) -> bool:
     """Whether a stale page still waits for its block's commit."""
-    return state.commit_allowed and not state.shared.commit_min_snapshot and ordinal >= len(state.block_tokens)
+    return state.commit_allowed and not state.shared.commit_min_snapshot and ordinal >= len(state.path)
 
 
 def _check_room(state: SequenceState, blocks: int) -> None:

@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, cast
 
-from librt.strings import BytesWriter, write_i32_be, write_i32_le
+from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 
+_BIG_ENDIAN: Final = sys.byteorder == "big"
 _BAD_RUN: Final = array("i", [BAD_PAGE_INDEX]) * 256  # source of slices for blanking without building lists
 
 
@@ -34,13 +35,13 @@ class SlotWriter:
         self._words = BytesWriter()
 
     def add(self, value: int) -> None:
-        if sys.byteorder == "little":
-            write_i32_le(self._words, i32(value))
-        else:
-            write_i32_be(self._words, i32(value))
+        write_i32_le(self._words, i32(value))
 
     def values(self) -> array[int]:
-        return array("i", self._words.getvalue())
+        entries = array("i", self._words.getvalue())
+        if _BIG_ENDIAN:
+            entries.byteswap()
+        return entries
 
 
 class IndexRow:

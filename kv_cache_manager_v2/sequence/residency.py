@@ -353,7 +353,6 @@ def _give_up_pages(state: SequenceState, point: Point) -> None:
             page = lane.pages[ordinal]
             if page is None:
                 continue
-            lane.pages[ordinal] = None
             beg, end = stale[number]
             if active and not beg <= ordinal < end:
                 hierarchy.unlock(page, point)

@@ -217,7 +217,7 @@ class SequenceState:
         self.lost = ""  # why the request can only be closed
         # reuse
         self.tip: Block | None = None  # deepest tree block of our path, pinned; None before the first full block
-        self.block_tokens: list[bytes] = []  # packed tokens of each full committed block
+        self.path: list[Block] = []  # our full committed blocks; some may have left the tree
         self.tail = BytesWriter()  # packed tokens of the committed part of the block after those
         self.commit_allowed = True
         self.text_only = False  # a promise: no digest will come
@@ -340,12 +340,12 @@ class SequenceState:
 
     def tail_length(self) -> int:
         """Tokens committed past the last full committed block."""
-        return self.committed - len(self.block_tokens) * self.tokens_per_block
+        return self.committed - len(self.path) * self.tokens_per_block
 
     def committed_tokens(self) -> list[int | bytes]:
         tokens: list[int | bytes] = []
-        for data in self.block_tokens:
-            tokens.extend(unpack(data))
+        for block in self.path:
+            tokens.extend(unpack(block.tokens))
         tokens.extend(unpack(self.tail.getvalue()))
         return tokens
 

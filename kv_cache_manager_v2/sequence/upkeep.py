@@ -151,8 +151,8 @@ def _check_state(state: SequenceState) -> None:
     size = state.tokens_per_block
     assert state.committed <= state.history <= state.capacity
     assert state.num_blocks == -(-state.capacity // size)
-    assert len(state.block_tokens) == state.committed // size
-    assert (state.tip is None) == (not state.block_tokens), "the path ends where the full committed blocks end"
+    assert len(state.path) == state.committed // size
+    assert (state.tip is None) == (not state.path), "the path ends where the full committed blocks end"
     assert state.tip is None or state.tip.pins > 0
     for lane in state.lanes:
         beg, end = lane.stale(state.history)

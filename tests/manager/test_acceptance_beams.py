@@ -273,3 +273,47 @@ def test_speculative_decoding(kinds: list[Kind], accepted: int) -> None:
         text = list(request.tokens)
         request.close()
         assert rig.reused([*text, *toks(7000, 7008)]) == len(text)
+
+
+@pytest.mark.parametrize("ending", ["stop_committing", "close", "is_end"])
+def test_a_fork_widens_what_the_other_published_in_part(ending: str) -> None:
+    """Two forks share a settled block. One publishes the committed part of it; when the other commits all of it, all of it is
+    there for reuse, and what follows too."""
+    with Rig(small(16), engine=False) as rig:
+        parent = rig.create()
+        assert parent.resume(rig.stream)
+        assert parent.resize(8, 8)
+        parent.commit([1, 2, 3, 4, 5, 6])
+        fork = parent.fork()
+        assert fork.resume(rig.stream)
+        if ending == "stop_committing":
+            parent.stop_committing()
+        elif ending == "is_end":
+            parent.commit([], is_end=True)
+        else:
+            parent.close()
+        assert rig.manager.probe_reuse(None, [1, 2, 3, 4, 5, 6, 7, 8]) == 6
+        fork.commit([7, 8])
+        assert rig.manager.probe_reuse(None, [1, 2, 3, 4, 5, 6, 7, 8]) == 8
+        assert fork.resize(12)
+        fork.commit([9, 10, 11, 12])
+        assert rig.manager.probe_reuse(None, list(range(1, 13))) == 12
+        parent.close()
+        fork.close()
+
+
+def test_a_longer_partial_tail_widens_too() -> None:
+    """The other fork stops one token further on: the page is good for that many."""
+    with Rig(small(16), engine=False) as rig:
+        parent = rig.create()
+        assert parent.resume(rig.stream)
+        assert parent.resize(8, 8)
+        parent.commit([1, 2, 3, 4, 5, 6])
+        fork = parent.fork()
+        assert fork.resume(rig.stream)
+        parent.stop_committing()
+        fork.commit([7])
+        fork.stop_committing()
+        assert rig.manager.probe_reuse(None, [1, 2, 3, 4, 5, 6, 7, 8]) == 7
+        parent.close()
+        fork.close()

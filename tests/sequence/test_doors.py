@@ -24,6 +24,9 @@ def test_numpy_integers_are_lengths_and_ids() -> None:
         assert resize_batch(caches, arrays[0], arrays[1]) == 2  # type: ignore[arg-type]
         commit_batch(caches, arrays[2])  # type: ignore[arg-type]
         assert [cache.committed_tokens for cache in caches] == [[5], [6]]
+        commit_batch(caches, [*np.array([9, 8])])  # scalars, as a loop over drawn tokens gives them
+        commit_batch(caches, [np.array([3]), np.array([2, 1])])
+        assert [cache.committed_tokens for cache in caches] == [[5, 9, 3], [6, 8, 2, 1]]
         for cache in caches:
             cache.close()
 
