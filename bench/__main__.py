@@ -49,7 +49,7 @@ def run_copies(options: argparse.Namespace, clock: Clock) -> None:
     machine = describe()
     rows = measure_copies(options.quick)
     clock.say("copies")
-    print(heading("Copies: emulated device, files buffered and without checksums", machine))
+    print(heading("Copies", machine))
     print(copies_table(rows))
     write(options.out / "copies.json", {"machine": machine, "rows": rows, "quick": options.quick})
 

@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from bench.builds import ROOT, run_worker
 
+MODES: Final = """\
+Emulated device, one move after the other, each waited for; beside each a plain loop of one thread with the same bytes a call.
+ memory       beside memmove between memory of the same tiers; neither finds its bytes in the processor's caches
+ file cached  beside pwrite or pread of the same file: buffered, no checksums, no fsync, all of it in the page cache
+ file cold    beside pread: buffered, no checksums, the file dropped from the page cache before each
+ file synced  beside pwrite and fdatasync: buffered, no checksums, until it is on the device
+share: median of the pairs' own ratios; more: what a move takes longer than its loop, mostly the same for any size"""
+
 
 class CopyRow(TypedDict):
-    pair: str  # "GPU to host"; files with their mode
+    pair: str  # "GPU to host"
+    mode: str  # one of MODES
     page: int  # bytes
     batch: int  # pages
+    pairs: int  # moves measured, each with its plain loop
     rate: float  # GB/s through the engine
-    plain: float  # GB/s of memcpy, or of one thread reading or writing a file in order
+    plain: float  # GB/s of the plain loop
+    share: float  # median of the pairs' ratios
+    more: float  # s; median of the pairs' differences
 
 
 def measure_copies(quick: bool) -> list[CopyRow]:
@@ -31,10 +43,10 @@ def measure_copies(quick: bool) -> list[CopyRow]:
 def copies_table(rows: Sequence[CopyRow]) -> str:
     if not rows:
         return "no rows: nothing was copied"
-    lines = [f"{'tiers':<22}  {'page':>9}  {'pages':>6}  {'GB/s':>7}  {'plain':>7}  share"]
-    for row in sorted(rows, key=lambda row: (row["pair"], row["page"], row["batch"])):
+    lines = [MODES, f"{'mode':<11}  {'tiers':<12}  {'page':>8}  {'pages':>5}  {'GB/s':>6}  {'plain':>6}  share  {'more':>9}  moves"]
+    for row in sorted(rows, key=lambda row: (row["mode"], row["pair"], row["page"], row["batch"])):
         lines.append(
-            f"{row['pair']:<22}  {row['page'] >> 10:>5} KiB  {row['batch']:>6}  {row['rate']:>7.2f}  {row['plain']:>7.2f}  "
-            f"{row['rate'] / row['plain']:>5.0%}"
+            f"{row['mode']:<11}  {row['pair']:<12}  {row['page'] >> 10:>4} KiB  {row['batch']:>5}  {row['rate']:>6.2f}  "
+            f"{row['plain']:>6.2f}  {row['share']:>5.0%}  {row['more'] * 1e6:>6.0f} us  {row['pairs']:>5}"
         )
     return "\n".join(lines)
