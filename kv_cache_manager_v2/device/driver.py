@@ -147,9 +147,27 @@ class Driver(ABC):
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
         """As `read_file`, from host memory into the file range."""
 
+    def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        """As `read_file` for ranges of `nbytes` each, of equal count, in this order: a driver may make one call cheaper than many.
+
+        Appends the gate of each to `gates`; on an exception, of those that were queued.
+        """
+        for i in range(len(offsets)):
+            gates.append(self.read_file(stream, fd, offsets[i], addresses[i], nbytes))
+
+    def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        """As `read_files`, from host memory into the file ranges."""
+        for i in range(len(offsets)):
+            gates.append(self.write_file(stream, fd, offsets[i], addresses[i], nbytes))
+
     @abstractmethod
     def wait_gate(self, stream: Stream, gate: int) -> None:
         """Work queued on the stream from now on waits until the gate opens."""
+
+    def wait_gates(self, stream: Stream, gates: list[int]) -> None:
+        """As `wait_gate` for each of them."""
+        for gate in gates:
+            self.wait_gate(stream, gate)
 
     @abstractmethod
     def poll_gate(self, gate: int) -> int:

@@ -11,35 +11,33 @@ from collections.abc import Callable
 from ctypes import memmove
 from typing import Final
 
+from kv_cache_manager_v2.device.cooperative import EagerSchedule, RandomSchedule
 from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
-from kv_cache_manager_v2.device.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultOrder, FaultPlan
+from kv_cache_manager_v2.device.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
 from kv_cache_manager_v2.device.memory import AddressSpace, read_memory, write_memory
 from kv_cache_manager_v2.device.schedule import (
     CallOperation,
     CopyOperation,
-    EagerSchedule,
     EmulatedGate,
     EmulatedTransfer,
     Event,
     EventWait,
     HoldOperation,
-    RandomSchedule,
     Schedule,
     StreamQueue,
     Tally,
     TransferStart,
     TransferWait,
 )
-from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S
+from kv_cache_manager_v2.device.transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.device.workers import ThreadSchedule
 from kv_cache_manager_v2.doors import at_least, octets, positive, text, whole
-from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 
 GRANULARITY: Final = 2 << 20  # bytes; as on the devices that this one stands for
 DEFAULT_STREAM: Final = Stream(0)
 DEFAULT_TIMEOUT_CALLS: Final = 1000
-INJECTED_ERROR_CODE: Final = 999  # "unknown error" in the numbering of the device's driver
 
 _SCHEDULES: Final = ("eager", "threads", "random")
 
@@ -57,7 +55,7 @@ class EmulatedDriver(Driver):
         seed: object = 0,
         transfer_timeout: object = None,
         stall_timeout_s: object = 30.0,
-        io_threads: object = DEFAULT_IO_THREADS,
+        io_threads: object = BUFFERED_IO_THREADS,
     ) -> None:
         self.schedule_name = text(schedule, "schedule")
         if self.schedule_name not in _SCHEDULES:
@@ -79,7 +77,6 @@ class EmulatedDriver(Driver):
         self._space = AddressSpace(GRANULARITY)
         self._failures = FaultPlan(CALLS)
         self._hangs = FaultPlan(FILE_CALLS)
-        self._hang_gates: list[tuple[FaultOrder, EmulatedGate]] = []  # (order, what lets its transfers go)
         self._queues: dict[int, StreamQueue] = {}  # by stream handle; handles are never used twice
         self._events: dict[int, Event] = {}  # by event handle; never used twice
         self._transfers: dict[int, EmulatedTransfer] = {}  # by gate handle; never used twice
@@ -105,9 +102,8 @@ class EmulatedDriver(Driver):
     def hang(self, call: object, nth: object = 1, times: object = 1) -> EmulatedGate:
         """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
         order = self._hangs.order(call, nth, times, EFFECT_ERROR)
-        gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
-        self._hang_gates.append((order, gate))
-        return gate
+        order.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
+        return order.gate
 
     def heal(self) -> None:
         """Forget all ordered faults; what hangs already still hangs."""
@@ -125,14 +121,8 @@ class EmulatedDriver(Driver):
 
     def _fail(self, call: str) -> None:
         """Count the call; raise if it was ordered to fail."""
-        if self._failures.next(call) is None:
-            return
-        text = f"{call}: injected failure"
-        if call == "reserve" or call == "create_chunk":
-            raise OutOfMemoryError(text)
-        if call == "host_register":
-            raise HostRegistrationError(text)
-        raise CuError(text, INJECTED_ERROR_CODE, call)
+        if self._failures.next(call) is not None:
+            raise injected_error(call)
 
     def _advance(self) -> None:
         """What every call does first when something is pending."""
@@ -342,45 +332,67 @@ class EmulatedDriver(Driver):
     # --- files
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfer_file("read_file", stream, fd, offset, address, nbytes, False)
+        return self._transfer_files("read_file", stream, fd, [offset], [address], nbytes, [])
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfer_file("write_file", stream, fd, offset, address, nbytes, True)
+        return self._transfer_files("write_file", stream, fd, [offset], [address], nbytes, [])
 
-    def _transfer_file(self, call: str, stream: Stream, fd: int, offset: int, address: int, nbytes: int, writes: bool) -> int:
+    def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        self._transfer_files("read_file", stream, fd, offsets, addresses, nbytes, gates)
+
+    def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        self._transfer_files("write_file", stream, fd, offsets, addresses, nbytes, gates)
+
+    def _transfer_files(
+        self, call: str, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
+    ) -> int:
+        """Returns the last gate, 0 for none."""
         self._advance()
         queue = self._queue(call, stream)
         self._check_size(call, nbytes)
-        if fd < 0 or offset < 0:
-            raise LogicError(f"{call}: file descriptor {fd} and offset {offset} must not be negative")
+        if len(offsets) != len(addresses):
+            raise LogicError(f"{call}: {len(offsets)} offsets but {len(addresses)} addresses")
+        if not offsets:
+            return 0
+        if fd < 0 or min(offsets) < 0:
+            raise LogicError(f"{call}: file descriptor {fd} and offset {min(offsets)} must not be negative")
         if nbytes > 0:
-            self._space.check_host(call, address, nbytes)
-        transfer = self._schedule.new_transfer(fd, offset, address, nbytes, writes, self._space)
-        if self._failures.armed:
-            order = self._failures.next(call)
-            transfer.broken = order is not None and order.effect == EFFECT_ERROR
-            transfer.short = order is not None and order.effect == EFFECT_SHORT
-        if self._hangs.armed:
-            hanging = self._hangs.next(call)
-            for known, gate in self._hang_gates:
-                if known is hanging:
-                    transfer.hold = gate
-        self._handles += 1
-        self._transfers[self._handles] = transfer
-        gate_handle = self._handles
-        if queue.direct:
-            self._schedule.start(transfer)
-            self._schedule.advance()
-        else:
-            self._schedule.submit(queue, TransferStart(self._schedule, transfer))
-        return gate_handle
+            self._space.check_hosts(call, addresses, nbytes)
+        transfers: list[EmulatedTransfer] = []
+        for i in range(len(offsets)):
+            transfer = self._schedule.new_transfer(fd, offsets[i], addresses[i], nbytes, call == "write_file", self._space)
+            if self._failures.armed or self._hangs.armed:
+                self._order_faults(call, transfer)
+            self._handles += 1
+            self._transfers[self._handles] = transfer
+            gates.append(self._handles)
+            if queue.direct:  # what goes wrong now is raised, and the others are not queued
+                self._schedule.start([transfer])
+                self._schedule.advance()
+            else:
+                transfers.append(transfer)
+        if transfers:
+            self._schedule.submit(queue, TransferStart(self._schedule, transfers))
+        return gates[-1]
+
+    def _order_faults(self, call: str, transfer: EmulatedTransfer) -> None:
+        order = self._failures.next(call)
+        transfer.broken = order is not None and order.effect == EFFECT_ERROR
+        transfer.short = order is not None and order.effect == EFFECT_SHORT
+        hanging = self._hangs.next(call)
+        transfer.hold = hanging.gate if hanging is not None else None
 
     def wait_gate(self, stream: Stream, gate: int) -> None:
+        self.wait_gates(stream, [gate])
+
+    def wait_gates(self, stream: Stream, gates: list[int]) -> None:
         self._begin("wait_gate")
-        transfer = self._transfer("wait_gate", gate)
+        transfers = [self._transfer("wait_gate", gate) for gate in gates]
         queue = self._queue("wait_gate", stream)
-        if transfer.state == GATE_PENDING or not queue.direct:
-            self._schedule.submit(queue, TransferWait(transfer))
+        if queue.direct:
+            transfers = [transfer for transfer in transfers if transfer.state == GATE_PENDING]
+        if transfers:
+            self._schedule.submit(queue, TransferWait(transfers))
 
     def poll_gate(self, gate: int) -> int:
         self._advance()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from kv_cache_manager_v2.device.schedule import EmulatedGate
 from kv_cache_manager_v2.doors import at_least, at_least_or_none, text
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, KVCacheError, OutOfMemoryError
 
 EFFECT_ERROR: Final = "error"  # the call is refused; a file transfer ends with EIO
 EFFECT_SHORT: Final = "short"  # a file transfer ends after half of its bytes
+
+INJECTED_ERROR_CODE: Final = 999  # "unknown error" in the numbering of the device's driver
 
 FILE_CALLS: Final = ("read_file", "write_file")
 CALLS: Final = (
@@ -36,6 +39,16 @@ CALLS: Final = (
 )
 
 
+def injected_error(call: str) -> KVCacheError:
+    """What a call of this kind raises when it fails."""
+    what = f"{call}: injected failure"
+    if call == "reserve" or call == "create_chunk":
+        return OutOfMemoryError(what)
+    if call == "host_register":
+        return HostRegistrationError(what)
+    return CuError(what, INJECTED_ERROR_CODE, call)
+
+
 class FaultOrder:
     """One order: after `skip` calls, the next `left` calls of this kind have the effect."""
 
@@ -44,6 +57,7 @@ class FaultOrder:
         self.skip = skip
         self.left = left  # -1: for ever
         self.effect = effect
+        self.gate: EmulatedGate | None = None  # lets go what the order makes hang
 
     def strikes(self) -> bool:
         """Count one call; whether the effect is on this one."""

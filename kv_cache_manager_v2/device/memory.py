@@ -258,6 +258,13 @@ class AddressSpace:
         if not self.registered.covers(address, address + nbytes):
             raise LogicError(f"{call}: {self.name_range(address, nbytes)} is not registered host memory; {self.locate(address)}")
 
+    def check_hosts(self, call: str, addresses: list[int], nbytes: int) -> None:
+        """As `check_host` for many ranges of one size; one lookup when all of them lie in one range."""
+        if self.registered.covers(min(addresses), max(addresses) + nbytes):
+            return
+        for address in addresses:
+            self.check_host(call, address, nbytes)
+
     # --- texts
 
     def name_range(self, address: int, nbytes: int) -> str:

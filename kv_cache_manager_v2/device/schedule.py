@@ -17,11 +17,8 @@ from typing import Final
 from kv_cache_manager_v2.device.driver import GATE_PENDING
 from kv_cache_manager_v2.device.memory import AddressSpace
 from kv_cache_manager_v2.device.transfers import Transfer
-from kv_cache_manager_v2.errors import LogicError
 
 ALL_STEPS: Final = 1 << 60  # more than any operation has
-
-_IO_WINDOW: Final = 8  # transfers that run at the same time on the schedules without threads
 
 
 class EmulatedGate:
@@ -131,6 +128,14 @@ class Operation(ABC):
         """Whether it cannot run yet."""
         return False
 
+    def instant(self) -> bool:
+        """Whether it takes no time once it is not blocked, so that any thread may run it in passing."""
+        return False
+
+    def shareable(self) -> bool:
+        """Whether a thread that waits for the device may run it: it is work, waits for nothing and is no code of the engine's."""
+        return False
+
     def shuffle(self, random: Random) -> None:
         """Put parts that are unordered among each other in any order."""
         del random  # most operations have no such parts
@@ -155,6 +160,9 @@ class CopyOperation(Operation):
         self.nbytes = nbytes
         self.done = 0
 
+    def shareable(self) -> bool:
+        return True
+
     def shuffle(self, random: Random) -> None:
         for i in range(len(self.sources) - 1, 0, -1):
             j = random.randrange(i + 1)
@@ -165,11 +173,20 @@ class CopyOperation(Operation):
         first = self.done
         last = min(len(self.sources), first + steps)
         while self.done < last:
-            destination, source = self.destinations[self.done], self.sources[self.done]
+            beg = self.done
+            destination, source = self.destinations[beg], self.sources[beg]
+            nbytes = self.nbytes
             self.done += 1
-            self.space.check_copy("copy, when it ran", "destination", destination, self.nbytes)
-            self.space.check_copy("copy, when it ran", "source", source, self.nbytes)
-            memmove(destination, source, self.nbytes)
+            while (  # neighbours on both sides go in one
+                self.done < last
+                and self.destinations[self.done] == destination + nbytes
+                and self.sources[self.done] == source + nbytes
+            ):
+                nbytes += self.nbytes
+                self.done += 1
+            self.space.check_copy("copy, when it ran", "destination", destination, nbytes)
+            self.space.check_copy("copy, when it ran", "source", source, nbytes)
+            memmove(destination, source, nbytes)
         self.tally.add_copies(last - first, (last - first) * self.nbytes)
         return self.done == len(self.sources)
 
@@ -198,6 +215,9 @@ class EventWait(Operation):
         self.queue = queue
         self.target = target
 
+    def instant(self) -> bool:
+        return True
+
     def blocked(self) -> bool:
         return self.queue.finished < self.target
 
@@ -214,6 +234,9 @@ class HoldOperation(Operation):
     def __init__(self, gate: EmulatedGate) -> None:
         self.gate = gate
 
+    def instant(self) -> bool:
+        return True
+
     def blocked(self) -> bool:
         return not self.gate.is_open
 
@@ -225,37 +248,52 @@ class HoldOperation(Operation):
 
 
 class TransferStart(Operation):
-    """Everything before a file transfer is complete: it may start. The stream goes on at once."""
+    """Everything before some file transfers is complete: they may start, in this order. The stream goes on at once."""
 
-    def __init__(self, schedule: Schedule, transfer: EmulatedTransfer) -> None:
+    def __init__(self, schedule: Schedule, transfers: list[EmulatedTransfer]) -> None:
         self.schedule = schedule
-        self.transfer = transfer
+        self.transfers = transfers
+
+    def instant(self) -> bool:
+        return True
 
     def run(self, steps: int) -> bool:
-        self.schedule.start(self.transfer)
+        self.schedule.start(self.transfers)
         return True
 
     def describe(self) -> str:
-        return f"starts the {self.transfer.describe()}"
+        more = f" and {len(self.transfers) - 1} more" if len(self.transfers) > 1 else ""
+        return f"starts the {self.transfers[0].describe()}{more}"
 
 
 class TransferWait(Operation):
-    """Waits until a file transfer's gate opens."""
+    """Waits until the gates of some file transfers open."""
 
-    def __init__(self, transfer: EmulatedTransfer) -> None:
-        self.transfer = transfer
+    def __init__(self, transfers: list[EmulatedTransfer]) -> None:
+        self.transfers = transfers
         self.passed = False
-        transfer.waits.append(self)
+        self._open = 0  # so many from the front are known to be open
+        for transfer in transfers:
+            transfer.waits.append(self)
 
     def blocked(self) -> bool:
-        return self.transfer.state == GATE_PENDING
+        known = self._open  # several threads may look at once
+        while known < len(self.transfers) and self.transfers[known].state != GATE_PENDING:
+            known += 1
+        self._open = known
+        return known < len(self.transfers)
+
+    def instant(self) -> bool:
+        return True
 
     def run(self, steps: int) -> bool:
         self.passed = True
         return True
 
     def describe(self) -> str:
-        return f"waits for the gate of the {self.transfer.describe()}"
+        left = max(1, len(self.transfers) - self._open)
+        more = f" and {left - 1} more" if left > 1 else ""
+        return f"waits for the gate of the {self.transfers[len(self.transfers) - left].describe()}{more}"
 
 
 class Schedule(ABC):
@@ -281,8 +319,8 @@ class Schedule(ABC):
         """Queue an operation at the end of a stream."""
 
     @abstractmethod
-    def start(self, transfer: EmulatedTransfer) -> None:
-        """A file transfer may start."""
+    def start(self, transfers: list[EmulatedTransfer]) -> None:
+        """File transfers may start, in this order."""
 
     @abstractmethod
     def changed(self) -> None:
@@ -303,185 +341,3 @@ class Schedule(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop for good, dropping what hangs."""
-
-
-class CooperativeSchedule(Schedule):
-    """Work runs on the thread that calls the driver; a subclass chooses what runs next. Time is the number of driver calls."""
-
-    def __init__(self, tally: Tally, timeout_calls: int) -> None:
-        super().__init__(tally)
-        self.timeout_calls = timeout_calls
-        self.clock = 0  # driver calls while something was pending
-        self.active: list[StreamQueue] = []  # the streams with something pending, no order promised
-        self.started: list[EmulatedTransfer] = []  # transfers that run, in the order in which they started
-        self.held: list[EmulatedTransfer] = []  # transfers that hang
-        self.running = False  # an operation is on the stack: it may call the driver, which must not run others below it
-
-    def submit(self, queue: StreamQueue, operation: Operation) -> None:
-        queue.pending.append(operation)
-        queue.submitted += 1
-        if len(queue.pending) == 1:
-            queue.direct = False
-            self.active.append(queue)
-        self.busy = True
-
-    def start(self, transfer: EmulatedTransfer) -> None:
-        if transfer.held():
-            transfer.held_since = self.clock
-            self.held.append(transfer)
-        else:
-            self.started.append(transfer)
-        self.busy = True
-
-    def run_stream(self, queue: StreamQueue, steps: int) -> bool:
-        """Run the stream's first operation for some steps; False if it is blocked."""
-        operation = queue.pending[0]
-        if operation.blocked():
-            return False
-        self.running = True
-        done = True  # what raises is over, so that the stream is not stuck for ever
-        try:
-            done = operation.run(steps)
-        finally:
-            self.running = False
-            if done:
-                queue.pending.popleft()
-                queue.finished += 1
-                if not queue.pending:
-                    self.active.remove(queue)
-                    self.drained(queue)
-                    self.settle()
-        return True
-
-    def run_transfer(self, transfer: EmulatedTransfer) -> None:
-        """Carry out one started transfer."""
-        self.started.remove(transfer)
-        self.settle()
-        try:
-            transfer.finish(transfer.perform())
-        except LogicError as misuse:
-            transfer.finish(str(misuse))
-            raise
-        self.tally.add_transfer(transfer.nbytes)
-
-    def drained(self, queue: StreamQueue) -> None:
-        """Nothing is pending on the stream any more."""
-
-    def settle(self) -> None:
-        self.busy = len(self.active) > 0 or len(self.started) > 0 or len(self.held) > 0
-
-    def tick(self) -> None:
-        """Let one call's time pass: transfers that hung too long open their gates, those let go may run."""
-        self.clock += 1
-        if not self.held:
-            return
-        kept: list[EmulatedTransfer] = []
-        for transfer in self.held:
-            if not transfer.held():
-                self.started.append(transfer)
-                continue
-            kept.append(transfer)
-            if self.clock - transfer.held_since >= self.timeout_calls:
-                transfer.expire(f"{self.timeout_calls} driver calls")
-        self.held = kept
-
-    @abstractmethod
-    def step(self) -> bool:
-        """Run one thing that can run; False if nothing can."""
-
-    def finish(self, event: Event | None) -> None:
-        if self.running:
-            raise LogicError("a function that runs on a stream must not wait for the device: it would wait for itself")
-        while not (self.idle() if event is None else event.complete()):
-            if self.step():
-                continue
-            if not self._anything_hangs():
-                raise LogicError(self._stuck(event))
-            self.tick()
-
-    def _anything_hangs(self) -> bool:
-        return any(transfer.state == GATE_PENDING or not transfer.held() for transfer in self.held)
-
-    def _stuck(self, event: Event | None) -> str:
-        what = "everything" if event is None else f"operation {event.target} of stream {event.queue.handle if event.queue else 0}"
-        lines = [queue.describe() for queue in self.active]
-        return f"waiting for {what} would never end: {'; '.join(lines)}"
-
-    def idle(self) -> bool:
-        if self.active or self.started:
-            return False
-        return all(not (transfer.state == GATE_PENDING or not transfer.held()) for transfer in self.held)
-
-    def close(self) -> None:
-        for transfer in self.held:
-            transfer.finish("dropped: the device was closed while it hung")
-        self.held = []
-
-
-class EagerSchedule(CooperativeSchedule):
-    """As soon as possible: an operation that can run when it is queued runs on the spot."""
-
-    def adopt(self, queue: StreamQueue) -> None:
-        queue.direct = True
-
-    def drained(self, queue: StreamQueue) -> None:
-        queue.direct = True
-
-    def step(self) -> bool:
-        if self.started:
-            self.run_transfer(self.started[0])
-            return True
-        return any(self.run_stream(queue, ALL_STEPS) for queue in self.active)
-
-    def changed(self) -> None:
-        if self.running:
-            return  # whoever runs the operation below goes on with all that can run
-        self.tick()
-        while self.step():
-            pass
-        self.settle()
-
-    def advance(self) -> None:
-        self.changed()
-
-
-class RandomSchedule(CooperativeSchedule):
-    """Any legal order, decided by the seed: each driver call runs none to three steps of whatever can run."""
-
-    def __init__(self, tally: Tally, timeout_calls: int, seed: int) -> None:
-        super().__init__(tally, timeout_calls)
-        self.random = Random(seed)
-
-    def adopt(self, queue: StreamQueue) -> None:
-        queue.direct = False
-
-    def submit(self, queue: StreamQueue, operation: Operation) -> None:
-        operation.shuffle(self.random)
-        super().submit(queue, operation)
-
-    def step(self) -> bool:
-        window = min(len(self.started), _IO_WINDOW)
-        count = len(self.active) + window
-        if count == 0:
-            return False
-        first = self.random.randrange(count)
-        for i in range(count):
-            choice = (first + i) % count
-            if choice < window:
-                self.run_transfer(self.started[choice])
-                return True
-            if self.run_stream(self.active[choice - window], 1 + self.random.getrandbits(3)):
-                return True
-        return False
-
-    def changed(self) -> None:
-        self.advance()
-
-    def advance(self) -> None:
-        if self.running:
-            return
-        self.tick()
-        steps = self.random.getrandbits(2)
-        while steps > 0 and self.step():
-            steps -= 1
-        self.settle()

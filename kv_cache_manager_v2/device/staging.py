@@ -61,7 +61,8 @@ class StagingRing:
         self.largest = nbytes  # bytes; most that one piece can have, when nothing is lent or quarantined
         self._timeline = timeline
         self._arena = HostArena(driver, nbytes)
-        self._cursor = 0  # where the next piece is looked for
+        self.cursor = 0  # offset from which on the next piece is looked for; a user who wants memory that the processor's caches
+        # still hold sets it back to a piece that he has released
         self._begins: list[int] = []  # the parts of the ring that were used last by a piece: ascending, disjoint
         self._ends: list[int] = []
         self._users: list[StagingPiece] = []
@@ -87,7 +88,7 @@ class StagingRing:
             raise LogicError(f"a piece of {minimum} to {maximum} bytes makes no sense")
         if minimum > self.largest:
             raise LogicError(f"a piece of {minimum} bytes is larger than the staging ring of {self.largest}: split the request")
-        place = self._find(self._cursor, minimum)
+        place = self._find(self.cursor, minimum)
         if place is None:
             place = self._find(0, minimum)
             if place is None:
@@ -98,7 +99,7 @@ class StagingRing:
             self._arena.resize(1)
         piece = StagingPiece(begin, nbytes, self._arena.base + begin, from_file)
         self._take_over(stream, piece)
-        self._cursor = round_up(begin + nbytes, PIECE_ALIGNMENT) % self.largest
+        self.cursor = round_up(begin + nbytes, PIECE_ALIGNMENT) % self.largest
         self._lent.append(piece)
         return piece
 
@@ -180,8 +181,8 @@ class StagingRing:
         self._users[first:last] = users
 
     def check_invariants(self) -> None:
-        assert 0 <= self._cursor < self.largest
-        assert self._cursor % PIECE_ALIGNMENT == 0
+        assert 0 <= self.cursor < self.largest
+        assert self.cursor % PIECE_ALIGNMENT == 0
         assert len(self._begins) == len(self._ends) == len(self._users)
         before = 0
         for begin, end, user in zip(self._begins, self._ends, self._users, strict=True):

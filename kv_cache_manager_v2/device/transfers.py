@@ -22,6 +22,8 @@ from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE,
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 
 DEFAULT_IO_THREADS: Final = 8
+# Where files lie in the page cache moving them is the processors' work, and more threads than these only take turns.
+BUFFERED_IO_THREADS: Final = max(2, min(DEFAULT_IO_THREADS, os.cpu_count() or 1))
 DEFAULT_TIMEOUT_S: Final = 60.0
 
 _log: Final = logging.getLogger(__name__)
@@ -112,24 +114,33 @@ class TransferPool:
         self.threads = threads
         self.timeout_s = timeout_s
         lock = Lock()
-        self._changed = Condition(lock)  # work came, or a transfer ended, or the pool closes
-        self._clock_changed = Condition(lock)  # the watchman has an earlier deadline to keep
+        self._work_came = Condition(lock)  # for threads without any
+        self._changed = Condition(lock)  # for callers: transfers or threads have ended
+        self._clock_changed = Condition(lock)  # for the watchman: the pool closes
         self._ready: deque[Transfer] = deque()
         self._running: list[Transfer] = []  # started and not timed out
         self._hung: list[Transfer] = []  # timed out and not ended
         self._workers = 0  # live threads, hung ones included
-        self._idle = 0  # of these, the ones that wait for work
+        self._idle = 0  # of these, the ones that wait for work and have not been told of any
+        self._waking = 0  # of these, the ones that were started or told of work and have not looked for it yet
         self._no_threads = False  # the process has refused one
         self._watchman = False
         self._closing = False
 
     def submit(self, transfer: Transfer) -> None:
         """Start the transfer as soon as a thread is free, after all that were submitted before."""
+        self.submit_all([transfer])
+
+    def submit_all(self, transfers: list[Transfer]) -> None:
+        """As `submit` for each, in this order."""
         with self._changed:
-            self._check_open(transfer)
-            self._ready.append(transfer)
-            self._wake()
-        self._fail_if_dead()
+            for transfer in transfers:
+                self._check_open(transfer)
+                self._ready.append(transfer)
+                self._wake()
+            dead = self._no_threads or len(self._hung) >= 2 * self.threads
+        if dead:
+            self._fail_if_dead()
 
     def outstanding(self) -> int:
         """Transfers whose gate is closed, that is not started, or running in time."""
@@ -153,7 +164,9 @@ class TransferPool:
         end = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._waking += self._idle
+            self._idle = 0
+            self._work_came.notify_all()
             self._clock_changed.notify_all()
             while self._workers > 0 and time.monotonic() < end:
                 self._changed.wait(max(0.0, end - time.monotonic()))
@@ -166,12 +179,16 @@ class TransferPool:
             raise LogicError(f"{transfer.describe()}: the pool of I/O threads is closed")
 
     def _wake(self) -> None:
-        if self._idle > 0:
-            self._changed.notify_all()
-        lacking = len(self._ready) > self._idle
-        if lacking and self._workers - len(self._hung) < self.threads and self._workers < 2 * self.threads:
+        if len(self._ready) <= self._waking:
+            pass  # enough are on their way
+        elif self._idle > 0:
+            self._idle -= 1
+            self._waking += 1
+            self._work_came.notify()
+        elif self._workers - len(self._hung) < self.threads and self._workers < 2 * self.threads:
             if _start(self._work, f"kvcm-io-{self._workers + 1}"):
                 self._workers += 1
+                self._waking += 1
             else:
                 self._no_threads = True
         if not self._watchman:
@@ -196,41 +213,50 @@ class TransferPool:
             transfer.opened()
 
     def _take(self) -> Transfer | None:
-        """No lock held. The next transfer to carry out; None: the thread shall end."""
-        with self._changed:
-            while True:
-                if self._ready:
-                    transfer = self._ready.popleft()
-                    transfer.deadline_s = time.monotonic() + self.timeout_s
-                    self._running.append(transfer)
-                    if len(self._running) == 1:
-                        self._clock_changed.notify()
-                    return transfer
-                if self._closing:
-                    return None
-                self._idle += 1
-                self._changed.wait(_FOREVER_S)
-                self._idle -= 1
+        """The next transfer to carry out, as soon as there is one; None: the thread shall end."""
+        while not self._ready:
+            if self._closing:
+                return None
+            self._idle += 1
+            self._work_came.wait()
+            self._waking -= 1
+        transfer = self._ready.popleft()
+        transfer.deadline_s = time.monotonic() + self.timeout_s
+        self._running.append(transfer)
+        return transfer
+
+    def _end(self, transfer: Transfer, error: str) -> bool:
+        """The transfer has ended; whether that opened its gate."""
+        late = transfer in self._hung
+        (self._hung if late else self._running).remove(transfer)
+        if late or not (self._ready or self._running):
+            self._changed.notify_all()
+        return transfer.finish(error)
 
     def _work(self) -> None:
+        transfer: Transfer | None = None
+        error = ""
+        with self._changed:
+            self._waking -= 1
         while True:
-            transfer = self._take()
-            if transfer is None:
-                break
-            try:
-                error = transfer.perform()
-            except Exception as caught:  # whatever it is, the gate must open
-                error = f"{type(caught).__name__}: {caught}"
+            opened: Transfer | None = None
+            following: Transfer | None = None
+            surplus = False
             with self._changed:
-                late = transfer in self._hung
-                (self._hung if late else self._running).remove(transfer)
-                opened = transfer.finish(error)
-                surplus = self._workers - len(self._hung) > self.threads
-                self._changed.notify_all()
-            if opened:
-                transfer.opened()
+                if transfer is not None:
+                    if self._end(transfer, error):
+                        opened = transfer
+                    surplus = self._workers - len(self._hung) > self.threads
+                if not surplus and (opened is None or self._ready):  # an open gate is told of before the thread may sleep
+                    following = self._take()
+                    surplus = following is None
+            if opened is not None:
+                opened.opened()
             if surplus:
                 break
+            transfer = following
+            if transfer is not None:
+                error = _perform(transfer)
         with self._changed:
             self._workers -= 1
             self._changed.notify_all()
@@ -254,11 +280,20 @@ class TransferPool:
                     if self._ready:
                         self._wake()
                 else:
-                    self._clock_changed.wait(self._running[0].deadline_s - now if self._running else _FOREVER_S)
+                    # without a transfer, too, it looks once in each limit: so nobody needs to wake it for one
+                    wait = self._running[0].deadline_s - now if self._running else self.timeout_s
+                    self._clock_changed.wait(min(wait, _FOREVER_S))
             for transfer in expired:
                 transfer.opened()
             if expired:
                 self._fail_if_dead()
+
+
+def _perform(transfer: Transfer) -> str:
+    try:
+        return transfer.perform()
+    except Exception as caught:  # whatever it is, the gate must open
+        return f"{type(caught).__name__}: {caught}"
 
 
 def _start(target: Callable[[], None], name: str) -> bool:

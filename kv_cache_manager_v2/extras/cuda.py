@@ -153,10 +153,16 @@ class CudaDriver(Driver):
     # --- files
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfers.submit(stream, fd, offset, address, nbytes, writes=False)
+        return self._transfers.submit(stream, fd, [offset], [address], nbytes, writes=False)[0]
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfers.submit(stream, fd, offset, address, nbytes, writes=True)
+        return self._transfers.submit(stream, fd, [offset], [address], nbytes, writes=True)[0]
+
+    def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        gates += self._transfers.submit(stream, fd, offsets, addresses, nbytes, writes=False)
+
+    def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
+        gates += self._transfers.submit(stream, fd, offsets, addresses, nbytes, writes=True)
 
     def wait_gate(self, stream: Stream, gate: int) -> None:
         transfer = self._transfers.gate(gate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_PENDING
@@ -48,11 +48,11 @@ class CudaTransfer(Transfer):
 
 
 class _Waiting:
-    """A transfer on its way to the pool."""
+    """Transfers on their way to the pool, submitted together."""
 
-    def __init__(self, transfer: CudaTransfer, event: int, number: int) -> None:
-        self.transfer: Final = transfer
-        self.event: Final = event  # recorded where the transfer was submitted
+    def __init__(self, transfers: list[CudaTransfer], event: int, number: int) -> None:
+        self.transfers: Final = transfers
+        self.event: Final = event  # recorded where the transfers were submitted
         self.number: Final = number  # in the order of submission
 
 
@@ -114,32 +114,42 @@ class CudaTransfers:
 
     # --- submission
 
-    def submit(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int, writes: bool) -> int:
-        """Queue a transfer behind all work of the stream; returns its gate."""
+    def submit(
+        self, stream: Stream, fd: int, offsets: Sequence[int], addresses: Sequence[int], nbytes: int, writes: bool
+    ) -> list[int]:
+        """Queue transfers of one size behind all work of the stream; returns their gates. All of them or, on an exception, none."""
         if self._closing:
             raise LogicError("a file transfer was submitted to a driver that is closed")
+        if len(offsets) != len(addresses):
+            raise LogicError(f"{len(offsets)} file offsets and {len(addresses)} addresses: give as many of one as of the other")
+        if not offsets:
+            return []
         event = self._streams.create_event()
+        transfers: list[CudaTransfer] = []
         try:
             self._streams.record_event(event, stream)
-            transfer = CudaTransfer(self, fd, offset, address, nbytes, writes)
+            for offset, address in zip(offsets, addresses, strict=True):
+                transfers.append(CudaTransfer(self, fd, offset, address, nbytes, writes))
         except BaseException:
             self._streams.destroy_event(event)
+            for transfer in transfers:
+                self.words.give_back(transfer.word)
             raise
         with self._opened:
-            gate = self._next_gate
-            self._next_gate += 1
-            self._gates[gate] = transfer
+            gates = list(range(self._next_gate, self._next_gate + len(transfers)))
+            self._next_gate += len(transfers)
+            self._gates.update(zip(gates, transfers, strict=True))
         with self._moved:
             self._next_number += 1
-            waiting = _Waiting(transfer, event, self._next_number)
+            waiting = _Waiting(transfers, event, self._next_number)
             if stream not in self._lines and self._is_ready(waiting):
-                self._pool.submit(transfer)
+                self._pool.submit_all(list(transfers))
             else:
                 if not self._lines:
                     self._moved.notify_all()
                 self._lines.setdefault(stream, deque()).append(waiting)
                 self._start_thread()
-        return gate
+        return gates
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -170,7 +180,7 @@ class CudaTransfers:
                 del self._lines[stream]
         ready.sort(key=lambda waiting: waiting.number)
         for waiting in ready:
-            self._pool.submit(waiting.transfer)
+            self._pool.submit_all(list(waiting.transfers))
         if ready and not self._lines:
             self._moved.notify_all()
         return bool(ready)
@@ -179,8 +189,9 @@ class CudaTransfers:
         try:
             if not self._streams.query_event(waiting.event):
                 return False
-        except KVCacheError as error:  # the device is lost: the transfer fails on the pool, and its gate opens
-            waiting.transfer.refusal = f"not started, the device failed: {error}"
+        except KVCacheError as error:  # the device is lost: the transfers fail on the pool, and their gates open
+            for transfer in waiting.transfers:
+                transfer.refusal = f"not started, the device failed: {error}"
         with contextlib.suppress(KVCacheError):  # as lost as the device; `close` will name the event
             self._streams.destroy_event(waiting.event)
         return True

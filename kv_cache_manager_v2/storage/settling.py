@@ -42,8 +42,7 @@ class Settling:
         self.in_flight = 0  # length of that list
         self._allocators: list[SlotAllocator] = []  # by cell; see `serve`
         self._ring = ring
-        self._batch: list[Transfer] = []  # of the copy batch being queued ...
-        self._stamped = 0  # ... the first so many of which have their point
+        self._batch: list[Transfer] = []  # of the copy batch being queued
         self._spent_gates: list[int] = []  # settled, but a stream may still have to run past them
         self._spent_points: list[Point] = []
         self._landings: dict[int, int] = {}  # slot key -> transfers that may still write to the slot
@@ -57,8 +56,8 @@ class Settling:
 
     # --- submission
 
-    def add(self, gate: int, page: Page, cell: int, slot: SlotId, piece: StagingPiece | None) -> None:
-        """Note a transfer just queued, which writes to a slot (cell >= 0) or to a staging piece; `stamp` must follow."""
+    def add(self, gate: int, page: Page, cell: int, slot: SlotId, piece: StagingPiece | None) -> Transfer:
+        """Note a transfer just queued, which writes to a slot (cell >= 0) or to a staging piece; `stamp` or the end must follow."""
         if piece is not None:
             piece.transfers += 1
         transfer = Transfer(gate, page, cell, slot, piece)
@@ -69,28 +68,28 @@ class Settling:
         if cell >= 0:
             key = slot_key(cell, slot)
             self._landings[key] = self._landings.get(key, 0) + 1
+        return transfer
 
-    def stamp(self, point: Point) -> None:
-        """At this point the copy stream is past all gates of the batch so far."""
-        for index in range(self._stamped, len(self._batch)):
-            self._batch[index].passed = point
-        self._stamped = len(self._batch)
+    def stamp(self, transfers: list[Transfer], point: Point) -> None:
+        """At this point the copy stream is past the gates of these transfers of the batch."""
+        for transfer in transfers:
+            transfer.passed = point
 
-    def end_batch(self) -> None:
-        """All of the batch is queued."""
-        assert self._stamped == len(self._batch), "a batch ended with a transfer that has no point"
+    def end_batch(self, point: Point) -> None:
+        """All of the batch is queued, and at this point the copy stream is past all of its gates."""
+        for transfer in self._batch:
+            if transfer.passed == NULL_POINT:
+                transfer.passed = point
         self._batch.clear()
-        self._stamped = 0
 
     def abandon(self, point: Point) -> None:
         """The batch failed: its transfers may still write where they were told to, but no page depends on them any more."""
-        self.stamp(point)
         for transfer in self._batch:
             page = transfer.page
             if page is not None:
                 page.transfers -= 1
                 transfer.page = None
-        self.end_batch()
+        self.end_batch(point)
 
     def inherit(self, source: Page, copy: Page) -> None:
         """The source's bytes have been copied: while they are unconfirmed so are the copy's, and both are lost together."""
@@ -229,7 +228,7 @@ class Settling:
     def check_invariants(self) -> None:
         """Counts agree with the list of transfers. O(transfers in flight)."""
         assert self.in_flight == len(self._transfers), f"{self.in_flight} in flight, {len(self._transfers)} noted"
-        assert not self._batch, "a copy batch was queued and not stamped"
+        assert not self._batch, "a copy batch was queued and not ended"
         landings: dict[int, int] = {}
         for transfer in self._transfers:
             if transfer.cell >= 0:

@@ -227,6 +227,37 @@ def test_eager_runs_on_the_calling_thread_at_once() -> None:
         assert threads == [threading.get_ident()] * 2
 
 
+def test_who_waits_on_threads_runs_no_code_of_the_engine() -> None:
+    """On `threads`, a thread that waits for the device carries out copies at most: a function could wait for that very thread."""
+    with rig("threads") as r:
+        ran: list[int] = []
+        for stream in r.streams:
+            for slot in range(8):
+                r.driver.copy(stream, r.device.address(slot), r.host.address(slot), SLOT_BYTES)
+                r.driver.launch(stream, lambda: ran.append(threading.get_ident()))
+        r.finish(r.streams[1])
+        r.driver.synchronize()
+        assert len(ran) == 24
+        assert threading.get_ident() not in ran
+        assert r.driver.copies_made == 24
+
+
+@every_schedule
+def test_neighbours_of_a_batch_are_copied_like_others(schedule: str) -> None:
+    """Runs of slots on both sides, on one side only, and single slots, up and down: all bytes arrive, and each slot counts once."""
+    to, of = [0, 1, 2, 9, 4, 12, 11, 10], [3, 4, 5, 6, 8, 0, 1, 2]
+    with rig(schedule) as r:
+        for slot in range(16):
+            r.fill(r.host.address(slot), 100 + slot)
+            r.fill(r.device.address(slot), 200)
+        destinations, sources = [r.device.address(slot) for slot in to], [r.host.address(slot) for slot in of]
+        r.driver.copy_batch(r.streams[0], destinations, sources, SLOT_BYTES)
+        r.driver.synchronize()
+        expected = dict.fromkeys(range(16), 200) | {to[i]: 100 + of[i] for i in range(8)}
+        assert {slot: r.value(r.device.address(slot)) for slot in range(16)} == expected
+        assert (r.driver.copies_made, r.driver.bytes_copied) == (8, 8 * SLOT_BYTES)
+
+
 def test_threads_run_work_elsewhere_and_streams_at_the_same_time() -> None:
     """On `threads`, two streams that wait for each other's host code both get on: they have threads of their own."""
     with rig("threads") as r:

@@ -57,6 +57,53 @@ def test_a_stream_waits_at_the_gate_of_a_transfer(schedule: str) -> None:
 
 
 @every_schedule
+def test_many_ranges_in_one_call_are_as_many_transfers(schedule: str) -> None:
+    """Each has a gate of its own and fails alone; a stream that waits for all goes on when all are open, however they ended."""
+    with rig(schedule) as r:
+        stream = r.streams[0]
+        hosts = [r.host.address(i) for i in range(6)]
+        offsets = [r.disk.address(i) for i in (3, 1, 0, 5, 2, 4)]
+        for i in range(6):
+            r.fill(hosts[i], 10 + i)
+        written: list[int] = []
+        r.driver.write_files(stream, r.disk.fd, offsets, hosts, SLOT_BYTES, written)
+        r.driver.wait_gates(stream, written)
+        r.driver.synchronize()
+        assert [r.file_value(slot) for slot in (3, 1, 0, 5, 2, 4)] == [10, 11, 12, 13, 14, 15]
+        r.driver.fail("read_file", 2)
+        held = r.driver.hang("read_file", 5)
+        read: list[int] = []
+        r.driver.read_files(stream, r.disk.fd, [r.disk.address(i) for i in range(6)], hosts, SLOT_BYTES, read)
+        r.driver.wait_gates(stream, read)
+        ran: list[int] = []
+        r.driver.launch(stream, lambda: ran.append(1))
+        assert not r.is_over(stream)
+        assert not ran
+        held.open()
+        r.driver.synchronize()
+        assert ran == [1]
+        assert [r.driver.poll_gate(gate) for gate in read] == [GATE_DONE, GATE_FAILED, *[GATE_DONE] * 4]
+        assert [r.value(hosts[i]) for i in (0, 2, 3, 4, 5)] == [12, 14, 10, 15, 13]
+        for gate in [*written, *read]:
+            r.driver.release_gate(gate)
+
+
+@every_schedule
+def test_many_ranges_are_checked_before_any_is_queued(schedule: str) -> None:
+    """One range outside registered host memory, or lists of unequal length: no gate, no transfer. No range at all is a no-op."""
+    with rig(schedule) as r:
+        gates: list[int] = []
+        for addresses in ([r.host.address(0), 4096], [r.host.address(0)]):
+            with pytest.raises(LogicError, match=r"not registered host memory|2 offsets but 1 addresses"):
+                r.driver.write_files(r.streams[0], r.disk.fd, [0, SLOT_BYTES], addresses, SLOT_BYTES, gates)
+        r.driver.write_files(r.streams[0], r.disk.fd, [], [], SLOT_BYTES, gates)
+        r.driver.wait_gates(r.streams[0], gates)
+        r.driver.synchronize()
+        assert not gates
+        assert r.driver.transfers_made == r.driver.gates_live == 0
+
+
+@every_schedule
 def test_a_hanging_transfer_times_out_and_nothing_else_does(schedule: str) -> None:
     """The gate opens as timed out, so no stream hangs; it is late for ever once the transfer has ended, and never done."""
     with rig(schedule, transfer_timeout=TIMEOUTS[schedule]) as r:

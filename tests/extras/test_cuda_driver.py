@@ -445,6 +445,42 @@ class TestTransfers:
         for stream in streams:
             driver.destroy_stream(stream)
 
+    def test_many_ranges_in_one_call(self, make: Make) -> None:
+        """They start in their order when the stream has come to them, each has its gate, and one event stands for all of them."""
+        started: list[int] = []
+
+        def move(fd: int, offset: int, address: int, nbytes: int, writes: bool) -> str:
+            started.append(offset)
+            return "no such block" if offset == 7 else ""
+
+        scene, driver = make(io_threads=1, move=move)
+        stream, go, gates = driver.create_stream(), threading.Event(), [-1]
+        hold(driver, stream, go)
+        records = scene.calls["cuEventRecord"]
+        driver.write_files(stream, 0, list(range(20)), [0] * 20, 1, gates)
+        assert scene.calls["cuEventRecord"] == records + 1
+        assert started == []
+        driver.wait_gates(stream, gates[1:])
+        go.set()
+        driver.synchronize()
+        assert started == list(range(20))
+        assert [driver.poll_gate(gate) for gate in gates[1:]] == [GATE_FAILED if i == 7 else GATE_DONE for i in range(20)]
+        for gate in gates[1:]:
+            driver.release_gate(gate)
+        driver.destroy_stream(stream)
+
+    def test_many_ranges_are_queued_or_none(self, make: Make) -> None:
+        """A record that fails, and lists of unequal length: no gate, no event."""
+        scene, driver = make(move=lambda fd, offset, address, nbytes, writes: "")
+        gates: list[int] = []
+        with pytest.raises(LogicError, match="2 file offsets and 1 addresses"):
+            driver.read_files(Stream(0), 0, [0, 1], [0], 1, gates)
+        scene.fail("cuEventRecord", CUresult.CUDA_ERROR_NOT_PERMITTED)
+        with pytest.raises(CuError):
+            driver.read_files(Stream(0), 0, [0, 1], [0, 0], 1, gates)
+        driver.read_files(Stream(0), 0, [], [], 1, gates)
+        assert gates == []
+
     def test_a_device_that_fails_before_a_transfer_fails_its_gate(self, make: Make) -> None:
         """The file is not touched, the gate opens, and the error says what the device said."""
         moved: list[int] = []
