@@ -6,8 +6,8 @@ that: an event that contradicts what it knows is an error of the stream, and a g
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.doors import at_least, each_of, instance, items_of, whole
-from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.doors import at_least, at_least_or_none, each_of, given, instance, instances, items_of, shown, whole
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.event_records import (
     NO_GROUP,
     BlockHash,
@@ -15,6 +15,7 @@ from kv_cache_manager_v2.event_records import (
     KVCacheCreatedData,
     KVCacheEvent,
     KVCacheRemovedData,
+    KVCacheStoredBlockData,
     KVCacheStoredData,
     KVCacheUpdatedData,
     block_hash_of,
@@ -40,13 +41,18 @@ class EventMirror:
             self.reset(snapshot)
 
     def reset(self, snapshot: object) -> None:
-        """Begin again, as after a gap."""
-        given = instance(snapshot, EventSnapshot, "snapshot")
-        events = _events(given.events)
-        next_event_id = at_least(given.next_event_id, "next_event_id", 0)
+        """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
+        instance(snapshot, EventSnapshot, "snapshot")
+        events = _events(given(snapshot, "events"))
+        next_event_id = at_least(given(snapshot, "next_event_id"), "next_event_id", 0)
+        before = self.blocks
         self.blocks = {}
-        for event in events:
-            self._apply(event)
+        try:
+            for event in events:
+                self._apply(event)
+        except KVCacheError:
+            self.blocks = before
+            raise
         self.next_event_id = next_event_id
 
     def apply(self, events: object) -> bool:
@@ -80,7 +86,8 @@ class EventMirror:
         if isinstance(data, KVCacheStoredData):
             self._store(data, group, event.event_id)
         elif isinstance(data, KVCacheRemovedData):
-            for block_hash in data.block_hashes:
+            for name in items_of(data.block_hashes, "block_hashes of an event", "block hashes"):
+                block_hash = block_hash_of(name, "block_hashes of an event")
                 self._known(block_hash, group, event.event_id)
                 block = self.blocks[block_hash]
                 del block.levels[group]
@@ -93,11 +100,11 @@ class EventMirror:
                     raise LogicError(f"event {event.event_id}: block {data.block_hash} is on level {level}, not {data.cache_level}")
                 self.blocks[data.block_hash].levels[group] = data.cache_level.new_value
         else:
-            instance(data, KVCacheCreatedData, "data of an event")
+            assert isinstance(data, KVCacheCreatedData), data
 
     def _store(self, data: KVCacheStoredData, group: int, event_id: int) -> None:
         parent_hash = data.parent_hash
-        for stored in data.blocks:
+        for stored in instances(data.blocks, KVCacheStoredBlockData, "blocks of an event"):
             block = self.blocks.get(stored.block_hash)
             if block is None:
                 block = self.blocks[stored.block_hash] = MirroredBlock(parent_hash, stored.packed_tokens)
@@ -121,6 +128,10 @@ def _events(events: object) -> list[KVCacheEvent]:
     found: list[KVCacheEvent] = []
     for item in each_of(events, "events", "KVCacheEvent"):
         event = instance(item, KVCacheEvent, "an item of events")
-        whole(event.event_id, "event_id")
+        whole(given(event, "event_id"), "event_id")
+        at_least_or_none(given(event, "layer_group_id"), "layer_group_id", NO_GROUP)
+        data = given(event, "data")
+        if not isinstance(data, (KVCacheCreatedData, KVCacheStoredData, KVCacheRemovedData, KVCacheUpdatedData)):
+            raise ConfigError(f"data of an event is {shown(data)}; it must be one of the records that say what happened")
         found.append(event)
     return found

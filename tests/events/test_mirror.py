@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_cache_manager_v2 import CacheLevel, EventMirror, EventSnapshot, KVCache, KVCacheEventManager, ReuseScope
-from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.event_records import (
     KVCacheEvent,
     KVCacheEventDiff,
@@ -60,6 +62,25 @@ class TestMirror:
         mirror.reset(EventSnapshot([self.stored(-1, None, "c")], 3))
         assert mirror.apply([self.stored(2, None, "c"), self.removed(3, "c")])
         assert mirror.blocks == {}
+
+    @pytest.mark.parametrize("field", ["event_id", "layer_group_id", "data", "blocks"])
+    def test_what_is_no_event_is_refused(self, field: str) -> None:
+        """Events come from another process: nothing of a malformed batch, or snapshot, is taken in."""
+        mirror = EventMirror()
+        mirror.apply([self.stored(0, None, "a")])
+        event = self.stored(1, "a", "b")
+        wrong: Any = "surprise"
+        if field == "blocks":
+            event = replace(event, data=KVCacheStoredData("a", [wrong]))
+        else:
+            event = replace(event, **{field: wrong})
+        with pytest.raises(ConfigError, match="surprise"):
+            mirror.apply([event])
+        with pytest.raises(ConfigError, match="surprise"):
+            mirror.reset(EventSnapshot([self.stored(-1, None, "x"), event], 5))
+        with pytest.raises(LogicError, match="twice"):
+            mirror.reset(EventSnapshot([self.stored(-1, None, "x"), self.stored(-1, None, "x")], 5))
+        assert (mirror_contents(mirror), mirror.next_event_id) == ({("a", 0): 0}, 1)
 
     @pytest.mark.parametrize("wrong", ["twice", "unknown", "again", "early", "level", "parent"])
     def test_contradictions_are_errors(self, wrong: str) -> None:
