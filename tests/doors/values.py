@@ -403,12 +403,8 @@ IN_BULK: Final = frozenset({"base_indices"})
 
 # Of the right type and wrong all the same.
 SPECIAL: Final[Mapping[str, Maker]] = {
-    "resize_batch.caches": lambda scene: (
-        [scene.foreign], [scene.closed], [scene.suspended], [scene.active, scene.active], [scene.active, scene.foreign], [None],
-    ),
-    "commit_batch.caches": lambda scene: (
-        [scene.foreign], [scene.closed], [scene.suspended], [scene.active, scene.foreign], [None],
-    ),
+    "resize_batch.caches": lambda scene: ([scene.active, scene.foreign], [None], [scene.active.state]),
+    "commit_batch.caches": lambda scene: ([scene.active, scene.foreign], [None], [scene.active.state]),
     "resize_batch.capacities": lambda scene: ([], [11, 12], ["x"], [math.nan]),
     "commit_batch.tokens": lambda scene: ([], [1, 2], [None], ["x"], [[-1]]),
 }  # fmt: skip
