@@ -17,7 +17,7 @@ Emulated device, one move after the other, each waited for; beside each a plain 
  file cached  beside pwrite or pread of the same file: buffered, no checksums, no fsync, all of it in the page cache
  file cold    beside pread: buffered, no checksums, the file dropped from the page cache before each
  file synced  beside pwrite and fdatasync: buffered, no checksums, until it is on the device
-share: median of the pairs' own ratios; more: what a move takes longer than its loop, mostly the same for any size"""
+share: median of the pairs' own ratios; more: what a move takes longer than its loop, for small batches a fixed cost"""
 
 
 class CopyRow(TypedDict):

@@ -42,7 +42,7 @@ class StagingPiece:
         self.state = _LENT
         self.transfers = 0  # file transfers that use it and have not ended; counted by whoever queues them
         self.timed_out = False  # it is or was quarantined
-        self.behind: list[StagingPiece] = []  # pieces that it was handed on over before they were settled
+        self.behind: list[StagingPiece] = []  # pieces filled by file reads that it was handed on over before they were settled
 
     def suspect(self) -> bool:
         """Whether a read that timed out may have written into this piece while it was in use: its bytes must not be trusted.
@@ -165,7 +165,7 @@ class StagingRing:
             user = self._users[i]
             self._timeline.wait(stream, user.point)
             for earlier in [user, *user.behind]:
-                if earlier.state != _SETTLED and earlier not in piece.behind:
+                if earlier.from_file and earlier.state != _SETTLED and earlier not in piece.behind:  # writes spoil nothing
                     piece.behind.append(earlier)
         begins, ends, users = [begin], [end], [piece]
         if first < last and self._begins[first] < begin:  # what remains in front of the piece, and behind it
