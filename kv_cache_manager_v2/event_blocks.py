@@ -11,7 +11,7 @@ from typing import Final
 from mypy_extensions import i16, mypyc_attr, u8
 
 from kv_cache_manager_v2.event_hashes import HashedBlock
-from kv_cache_manager_v2.event_records import MmKey
+from kv_cache_manager_v2.event_records import BlockHash, KVCacheStoredBlockData, MmKey
 from kv_cache_manager_v2.reuse.block import Block, RootBlock
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
@@ -65,6 +65,15 @@ class Note:
         self.level: u8 = level
         self.priority: u8 = priority
         self.group: i16 = group
+
+
+class StoredRun:
+    """The latest stored event of a layer group, to which a child of its last block is added."""
+
+    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
+        self.blocks = blocks
+        self.record: EventBlock | None = None  # of the last block, if it is known
+        self.last_hash: BlockHash | None = None  # of the last block
 
 
 def pack_state(level: int, priority: int) -> int:

@@ -30,6 +30,7 @@ from kv_cache_manager_v2.event_blocks import (
     STORED,
     EventBlock,
     Note,
+    StoredRun,
     event_block,
     level_in,
     mm_keys_of,
@@ -66,15 +67,6 @@ MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
 _LONGEST_WAIT_S: Final = 3600.0  # a condition cannot be given an endless time: readers look again after it
 _SNAPSHOT_ID: Final = -1
-
-
-class _StoredRun:
-    """The latest stored event of a layer group, to which a child of its last block is added."""
-
-    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
-        self.blocks = blocks
-        self.record: EventBlock | None = None  # of the last block, if it is known
-        self.last_hash: BlockHash | None = None  # of the last block
 
 
 class KVCacheEventManager(CacheListener):
@@ -114,7 +106,7 @@ class KVCacheEventManager(CacheListener):
         self._work: Final = threading.Lock()
         self._next_id = 0
         self._pending: list[KVCacheEvent] = []
-        self._runs: dict[int, _StoredRun] = {}  # by layer group
+        self._runs: dict[int, StoredRun] = {}  # by layer group
         self._removals: dict[int, list[BlockHash]] = {}  # pending, by layer group
         self._announced: dict[EventBlock, None] = {}  # blocks announced in some group
         self._by_key: dict[bytes, EventBlock] | None = None  # the same by chained key, from the first look-up on
@@ -263,7 +255,7 @@ class KVCacheEventManager(CacheListener):
 
     def flush_iteration_events(self) -> None:
         """Hand over what happened since the last flush; the oldest events beyond the maximum are dropped. Once per iteration, on
-        every rank."""
+        every rank. What a gather raises is passed on, and the events wait for the next flush."""
         if not self._enabled:
             return
         with self._work:
@@ -277,14 +269,18 @@ class KVCacheEventManager(CacheListener):
                 self._publish(events, self._max)
             return
         self._drop_oldest(events, self._max)
-        gathered = gather(events)
+        try:
+            gathered = [list(of_rank) for of_rank in gather(list(events))]
+        except BaseException:
+            with self._work:
+                self._pending = events + self._pending
+            raise
         if self._rank is not None and self._rank != 0:
             return
         published: list[KVCacheEvent] = []
         for of_rank in gathered:
-            kept = list(of_rank)
-            self._drop_oldest(kept, self._max)
-            published.extend(kept)
+            self._drop_oldest(of_rank, self._max)
+            published.extend(of_rank)
         self._publish(published, self._max * max(1, len(gathered)))
 
     def get_latest_events(self, timeout_ms: object = None) -> list[KVCacheEvent]:
@@ -319,7 +315,7 @@ class KVCacheEventManager(CacheListener):
             self._take_in()
             self._close_runs()
             events: list[KVCacheEvent] = []
-            runs: dict[int, _StoredRun] = {}
+            runs: dict[int, StoredRun] = {}
             for record in self._announced:
                 groups = record.groups
                 group = 0
@@ -328,7 +324,7 @@ class KVCacheEventManager(CacheListener):
                     if state:
                         run = runs.get(group)
                         if run is None or run.record is not record.parent:
-                            run = runs[group] = _StoredRun([])
+                            run = runs[group] = StoredRun([])
                             data = KVCacheStoredData(self._parent_hash(record), run.blocks)
                             events.append(self._event(_SNAPSHOT_ID, data, group))
                         run.blocks.append(self._stored_block(record, state))
@@ -448,13 +444,13 @@ class KVCacheEventManager(CacheListener):
         self._flush_removals()
         self._runs.clear()
 
-    def _run_behind(self, group: int, parent_hash: BlockHash | None) -> _StoredRun:
+    def _run_behind(self, group: int, parent_hash: BlockHash | None) -> StoredRun:
         """The group's latest stored event if its last block is this parent and nothing was removed since; else a new one."""
         run = self._runs.get(group)
         if run is None or self._removals or parent_hash is None or run.last_hash != parent_hash:
             blocks: list[KVCacheStoredBlockData] = []
             self._emit(KVCacheStoredData(parent_hash, blocks), group)
-            run = self._runs[group] = _StoredRun(blocks)
+            run = self._runs[group] = StoredRun(blocks)
         return run
 
     def _emit(self, data: KVCacheEventData, group: int) -> None:

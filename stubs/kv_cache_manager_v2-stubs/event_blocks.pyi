@@ -3,7 +3,7 @@ from typing import Final
 from mypy_extensions import i16, u8
 
 from kv_cache_manager_v2.event_hashes import HashedBlock
-from kv_cache_manager_v2.event_records import MmKey
+from kv_cache_manager_v2.event_records import BlockHash, KVCacheStoredBlockData, MmKey
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 
@@ -33,6 +33,13 @@ class Note:
     group: i16
 
     def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None: ...
+
+class StoredRun:
+    blocks: list[KVCacheStoredBlockData]
+    record: EventBlock | None
+    last_hash: BlockHash | None
+
+    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None: ...
 
 def pack_state(level: int, priority: int) -> int: ...
 def level_in(state: int) -> int: ...

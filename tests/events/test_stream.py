@@ -368,6 +368,54 @@ class TestRanks:
         manager.flush_iteration_events()
         assert calls == [0, 1]
 
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_a_gather_that_raises_loses_nothing(self, error: type[BaseException]) -> None:
+        """What it raises is passed on. The events wait for the next flush, before later ones, whatever it did to its list."""
+        down = [True]
+
+        def gather(local: list[KVCacheEvent]) -> list[list[KVCacheEvent]]:
+            if down[0]:
+                local.clear()
+                manager.add_created_event([2])
+                raise error("the ranks cannot be reached")
+            return [local]
+
+        manager = self.manager(0, 10, gather)
+        manager.add_created_event([1])
+        with pytest.raises(error, match="cannot be reached"):
+            manager.flush_iteration_events()
+        assert manager.get_latest_events(0) == []
+        down[0] = False
+        assert [entry.event_id for entry in events_of(manager)] == [0, 1]
+        assert manager.num_dropped_events == 0
+
+    def test_a_gather_that_answers_nonsense_loses_nothing(self) -> None:
+        """Its answer is read whole before anything is published or counted."""
+        answer: list[Any] = [[[event(7, 0), event(8, 0)], None]]
+        manager = self.manager(0, 1, lambda local: answer[0] if answer else [local])
+        manager.add_created_event([1])
+        with pytest.raises(TypeError):
+            manager.flush_iteration_events()
+        assert (manager.get_latest_events(0), manager.num_dropped_events) == ([], 0)
+        answer.clear()
+        assert [entry.event_id for entry in events_of(manager)] == [0]
+
+    def test_a_gather_that_is_down_for_long_costs_no_memory(self) -> None:
+        """The oldest events are dropped and counted, as without a gather."""
+
+        def gather(local: list[KVCacheEvent]) -> list[list[KVCacheEvent]]:
+            sizes.append(len(local))
+            raise RuntimeError
+
+        sizes: list[int] = []
+        manager = self.manager(0, 3, gather)
+        for _turn in range(8):
+            manager.add_created_event([1])
+            with pytest.raises(RuntimeError):
+                manager.flush_iteration_events()
+        assert sizes == [1, 2, 3, 3, 3, 3, 3, 3]
+        assert manager.num_dropped_events == 5
+
 
 def event(event_id: int, rank: int) -> KVCacheEvent:
     return KVCacheEvent(event_id, KVCacheRemovedData([1]), 0, "v2_sha256", rank)
