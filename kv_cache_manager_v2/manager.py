@@ -100,7 +100,7 @@ class KVCacheManager(ManagerViews):
             raise
         self._event_manager = listener
         shield: ShieldedListener | None = None
-        if listener is not None and not isinstance(listener, KVCacheEventManager):
+        if listener is not None and type(listener) is not KVCacheEventManager:  # a class of the engine's own may raise
             shield = ShieldedListener(listener)
         shielded = listener if shield is None else shield
         self._history = MissHistory(config.miss_history, shielded) if config.miss_history > 0 else None

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_cache_manager_v2 import CacheListener, KVCacheManager, LogicError
+from kv_cache_manager_v2 import CacheListener, KVCacheEventManager, KVCacheManager, LogicError
+from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.listener import CachedBlock
 from tests.manager.helpers import Rig, small, toks
 
@@ -66,6 +67,24 @@ def test_a_listener_that_raises_stops_nothing(every: int, caplog: pytest.LogCapt
     assert "the cache listener raised in page_stored" in caplog.text
     assert "Boom" in caplog.text
     assert 4 <= len(caplog.records) <= 4 + len(listener.told).bit_length()
+
+
+@pytest.mark.skipif(COMPILED, reason="a compiled event manager cannot be subclassed")
+def test_an_event_manager_of_somebody_else_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
+    """What a subclass raises stops nothing either, and the events that it did not spoil come out."""
+
+    class FaultyEvents(KVCacheEventManager):
+        def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
+            super().page_stored(block, life_cycle, level, priority, covers_block)
+            raise Boom
+
+    events = FaultyEvents(1 << 16)
+    with Rig(small(10, host_slots=6), events=events) as rig:
+        churn(rig)
+        assert rig.manager.event_manager is events
+    assert "the cache listener raised in page_stored" in caplog.text
+    events.flush_iteration_events()
+    assert events.get_latest_events(0)
 
 
 def test_a_listener_behind_the_miss_history_is_shielded_too() -> None:
