@@ -2,7 +2,7 @@
 
 Rule: it decides nothing itself. Memory is split by `layout/sizing`, moved by `storage/`, found again by `reuse/`; a request's
 life is in `sequence/`. Every call that leaves a request's own state first closes the caches whose handles were dropped, and
-settles file transfers that ended.
+settles file transfers that ended; one that only looks settles them alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kv_cache_manager_v2.sequence import creation, residency
 from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
-from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, tidy
+from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, settle_ended, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult, resize_levels, resize_quota
 
@@ -187,6 +187,7 @@ class KVCacheManager(ManagerViews):
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_reuse()")
+            settle_ended(self._shared)
             return self._match(scope, packed).num_tokens
 
     def probe_first_new_block_key(self, reuse_scope: object, tokens: object) -> bytes | None:
@@ -198,6 +199,7 @@ class KVCacheManager(ManagerViews):
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
             self._require_up("probe_first_new_block_key()")
+            settle_ended(self._shared)
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
 
     def probe_reuse_by_keys(self, reuse_scope: object, block_keys: object) -> int:
@@ -209,6 +211,7 @@ class KVCacheManager(ManagerViews):
         keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
         with self._shared.lock:
             self._require_up("probe_reuse_by_keys()")
+            settle_ended(self._shared)
             return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
 
     def explain_miss(self, reuse_scope: object, tokens: object) -> MissReport:
@@ -220,6 +223,7 @@ class KVCacheManager(ManagerViews):
         tiers = [tier_config.tier for tier_config in config.cache_tiers]
         with self._shared.lock:
             self._require_up("explain_miss()")
+            settle_ended(self._shared)
             return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
     def clear_reusable_blocks(self) -> None:

@@ -35,12 +35,31 @@ def tidy(shared: Shared) -> None:
         _close_abandoned(shared)
     while shared.discarded_plans:
         withdraw(shared, shared.discarded_plans.pop())
+    _settle(shared)
+    if shared.ledger.enabled:  # what was given up just now may be taken again by the call itself
+        shared.ledger.note_peaks()
+
+
+def settle_ended(shared: Shared) -> None:
+    """Before a call that only looks: settle file transfers that ended, so that nobody is told of a page that was lost. The caller
+    holds the lock.
+
+    Free while none is in flight. Not within a callback, which may look, but is asked in the midst of a call.
+    """
+    if shared.hierarchy.transfers_in_flight == 0 or shared.calling_out or (shared.shield is not None and shared.shield.telling):
+        return
+    if shared.ledger.enabled:
+        shared.ledger.note_peaks()
+    _settle(shared)
+    conclude(shared)
+
+
+def _settle(shared: Shared) -> None:
+    """Take note of file transfers that ended, and publish or withdraw what waited for them."""
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
     if shared.provisions:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
-    if shared.ledger.enabled:  # what was given up just now may be taken again by the call itself
-        shared.ledger.note_peaks()
 
 
 def _close_abandoned(shared: Shared) -> None:
