@@ -212,7 +212,7 @@ class KVCache:
 
     # --- commit
 
-    def commit(self, tokens: object, beam_search_indices: Sequence[SupportsIndex] | None = None, is_end: bool = False) -> None:
+    def commit(self, tokens: object, beam_search_indices: object = None, is_end: object = False) -> None:
         """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
         int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
         committed count.
@@ -223,12 +223,12 @@ class KVCache:
         changed then.
         """
         state = self._state
-        if type(tokens) is list and len(tokens) == 1 and not is_end and beam_search_indices is None:
+        if type(tokens) is list and len(tokens) == 1 and is_end is False and beam_search_indices is None:
             token = tokens[0]
             if type(token) is int:
                 batch.commit_token(state, token)
                 return
-        batch.commit(state, pack(tokens, state.text_only), beam_search_indices, is_end)
+        batch.commit(state, pack(tokens, state.text_only), beam_search_indices, flag(is_end, "is_end"))
 
     def stop_committing(self) -> None:
         """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""

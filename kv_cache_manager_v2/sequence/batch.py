@@ -6,11 +6,9 @@ own cost in the caller's interpreter, and takes the lock once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import index
-from typing import SupportsIndex
 
-from kv_cache_manager_v2.doors import as_list, whole
+from kv_cache_manager_v2.doors import whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
@@ -40,7 +38,7 @@ def _resize(state: SequenceState, capacity: int | None, history: int | None) -> 
     return done
 
 
-def commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[SupportsIndex] | None, is_end: bool) -> None:
+def commit(state: SequenceState, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
     with state.shared.lock:
         tidy(state.shared)
@@ -68,7 +66,7 @@ def _commit_token(state: SequenceState, token: int, point: Point) -> Point:
     return point
 
 
-def _commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[SupportsIndex] | None, is_end: bool) -> None:
+def _commit(state: SequenceState, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """Lock held, and tidy."""
     if tokens.num_tokens > 0:
         state.require(ACTIVE, "commit()")
@@ -84,48 +82,45 @@ def _commit(state: SequenceState, tokens: TokenSequence, beam_indices: Sequence[
     conclude(state.shared)
 
 
-def _beam_list(indices: Sequence[SupportsIndex] | None) -> list[int] | None:
-    return None if indices is None else [whole(item, "beam_search_indices") for item in as_list(indices)]
+def _beam_list(indices: object) -> list[int] | None:
+    return None if indices is None else wholes(indices, "beam_search_indices", 0)
 
 
-def resize_all(states: list[SequenceState], capacities: Sequence[object], histories: Sequence[object] | None) -> int:
+def resize_all(states: list[SequenceState], capacities: list[object], histories: list[object] | None) -> int:
     """Resize from the front until one is short of pages; how many were done."""
     count = len(states)
     if len(capacities) != count or (histories is not None and len(histories) != count):
         raise ConfigError(f"{count} caches need {count} capacities, and as many histories if any are given")
     if count == 0:
         return 0
-    wanted = as_list(capacities)
-    settled = as_list(histories) if histories is not None else None
     with states[0].shared.lock:
         for position in range(count):
             state = states[position]
-            item = wanted[position]
-            capacity = item if type(item) is int else whole(item, "capacity")
-            if settled is None:
+            item = capacities[position]
+            capacity = item if type(item) is int else whole(item, f"capacities[{position}]")
+            if histories is None:
                 if growth.stay_inside_block(state, capacity):
                     continue
                 if not _resize(state, capacity, None):
                     return position
-            elif not _resize(state, capacity, whole(settled[position], "history_length")):
+            elif not _resize(state, capacity, whole(histories[position], f"histories[{position}]")):
                 return position
     return count
 
 
-def commit_all(states: list[SequenceState], tokens: Sequence[object]) -> None:
+def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
     """Commit to each request in order; an int stands for a list of that one token."""
     count = len(states)
     if len(tokens) != count:
         raise ConfigError(f"{count} caches need {count} token lists, got {len(tokens)}")
     if count == 0:
         return
-    items = as_list(tokens)
     stream = states[0].stream
     point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
     with states[0].shared.lock:
         for position in range(count):
             state = states[position]
-            item = items[position]
+            item = tokens[position]
             token = item if type(item) is int else _token(item)
             if token is None:
                 commit(state, pack(item, state.text_only), None, False)

@@ -6,6 +6,7 @@ is that of the blocks that come, go or fall out of a window, never of the sequen
 
 from __future__ import annotations
 
+from kv_cache_manager_v2.doors import WORD_LIMIT
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.sequence import scratch
@@ -191,6 +192,8 @@ def check_lengths(state: SequenceState, capacity: int, history: int) -> None:
     """Raise ConfigError unless history <= capacity and the history does not go back."""
     if history < state.history:
         raise ConfigError(f"history_length {history} is below the present {state.history}: settled tokens cannot be unsettled")
+    if capacity >= WORD_LIMIT:
+        raise ConfigError(f"capacity {capacity} is beyond all bounds; it must be below 2**63")
     if capacity < history:
         raise ConfigError(f"capacity {capacity} is below history_length {history}: it must cover the history")
     if capacity != state.capacity:
