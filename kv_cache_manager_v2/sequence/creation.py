@@ -73,7 +73,7 @@ def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: li
     held = 0
     cold = 0
     for ordinal in range(state.num_blocks):
-        page = None if beg <= ordinal < end else match.blocks[ordinal].pages[lane.index]
+        page = None if beg <= ordinal < end else match.blocks[ordinal].page(lane.index)
         if page is not None:
             if priorities:
                 hierarchy.raise_priority(page, priorities[held])
