@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Final, cast
 
+from mypy_extensions import i64
+
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.fan import Branch, best_leaf, common_bytes, nearest, usable_run
@@ -95,20 +97,20 @@ class _Search:
         node = self.root
         path = self.path
         data = tokens.data
-        size = self.tree.tokens_per_block
-        num_tokens = tokens.num_tokens
+        size: i64 = self.tree.tokens_per_block  # these are machine words: the loop below is what a probe costs
+        num_tokens: i64 = tokens.num_tokens
         is_text = not tokens.digests
         masks = self.tree.path_masks
         mask = self.tree.path_mask_behind_sinks
-        whole = _NOTHING
-        depth = 0
-        position = 0
-        beg = 0  # byte of `data` at which `position` lies
+        whole: i64 = _NOTHING
+        depth: i64 = 0
+        position: i64 = 0
+        beg: i64 = 0  # byte of `data` at which `position` lies
         while position + size <= num_tokens:
             children = node.children
             if children is None:
                 break
-            end = 4 * (position + size) if is_text else tokens.byte_offset(position + size)
+            end: i64 = 4 * (position + size) if is_text else i64(tokens.byte_offset(position + size))
             leaf = nearest(children, data, beg, end) if isinstance(children, Branch) else children
             if data[beg:end] != leaf.tokens:
                 break

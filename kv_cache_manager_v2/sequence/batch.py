@@ -7,6 +7,7 @@ own cost in the caller's interpreter, and takes the lock once.
 from __future__ import annotations
 
 from operator import index
+from typing import SupportsIndex, cast
 
 from kv_cache_manager_v2.doors import whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, LogicError
@@ -121,21 +122,26 @@ def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
         for position in range(count):
             state = states[position]
             item = tokens[position]
-            token = item if type(item) is int else _token(item)
-            if token is None:
+            if type(item) is int:
+                token = item
+            elif _is_scalar(item):
+                token = index(cast(SupportsIndex, item))
+            else:
                 commit(state, pack(item, state.text_only), None, False)
-            elif not committing.append_inside_block(state, token):
+                continue
+            if not committing.append_inside_block(state, token):
                 if state.stream != stream:
                     stream = state.stream
                     point = NULL_POINT
                 point = _commit_token(state, token, point)
 
 
-def _token(item: object) -> int | None:
-    """The id of a numpy or torch scalar; None for a run of tokens, and for what is neither."""
+def _is_scalar(item: object) -> bool:
+    """Whether this is one id in numpy's or torch's clothes, and not a run of tokens."""
     if isinstance(item, (list, tuple, bool)) or not hasattr(item, "__index__"):
-        return None
+        return False
     try:
-        return index(item)
+        index(cast(SupportsIndex, item))
     except TypeError:  # an array of several
-        return None
+        return False
+    return True

@@ -72,8 +72,8 @@ def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: li
     beg, end = lane.life_cycle.stale(match.num_tokens)
     held = 0
     cold = 0
-    for ordinal in range(state.num_blocks):
-        page = None if beg <= ordinal < end else match.blocks[ordinal].page(lane.index)
+    for ordinal, block in enumerate(match.blocks):
+        page = None if beg <= ordinal < end else block.page(lane.index)
         if page is not None:
             if priorities:
                 hierarchy.raise_priority(page, priorities[held])

@@ -10,6 +10,7 @@ from kv_cache_manager_v2.doors import WORD_LIMIT
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.sequence import scratch
+from kv_cache_manager_v2.sequence.indices import SlotWriter
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
 from kv_cache_manager_v2.storage.page import Page
 
@@ -52,10 +53,15 @@ def add_blocks(state: SequenceState, capacity: int) -> bool:
             return False
     if state.pending is not None:
         state.pending.before_growth(state.history)
+    count = blocks - state.num_blocks
+    try:
+        for lane in state.lanes:
+            _add_pages(state, lane, count)  # behind the history: none is stale
+    except KVCacheError:
+        _take_back(state)
+        raise
     for lane in state.lanes:
-        for _ordinal in range(state.num_blocks, blocks):  # behind the history: none is stale
-            _add_page(state, lane, PRIORITY_DEFAULT)
-        state.count_taken(lane, state.num_blocks, blocks - state.num_blocks)
+        state.count_taken(lane, state.num_blocks, count)
     state.mark_dirty()
     state.set_capacity(capacity)
     state.last_shortage = None
@@ -85,9 +91,16 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     state.set_history(history)
     if blocks < state.num_blocks:
         _shrink(state, blocks)
-    elif blocks > state.num_blocks:
-        _grow(state, blocks, priorities, spans)
-    scratch.take(state, spans)
+    try:
+        taken = _grow(state, blocks, priorities, spans)
+        scratch.take(state, spans)
+    except KVCacheError:
+        _take_back(state)
+        _stand_at(state, history)
+        raise
+    for number, count in enumerate(taken):
+        state.count_taken(state.lanes[number], state.num_blocks, count)
+    state.mark_dirty()
     state.set_capacity(capacity)
     state.last_shortage = None
     return True
@@ -279,8 +292,14 @@ def _new_priorities(state: SequenceState, blocks: int, need: list[int]) -> list[
     return priorities
 
 
-def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> None:
-    """Add blocks, whose slots have been made free: one locked page a lane, none where the block is stale or lies in scratch."""
+def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> list[int]:
+    """Add blocks, whose slots have been made free: one locked page a lane, none where the block is stale or lies in scratch.
+
+    Returns the pages taken, by lane; empty if there are no blocks to add.
+    """
+    counts: list[int] = []
+    if blocks <= state.num_blocks:
+        return counts
     asked = 0
     for number, lane in enumerate(state.lanes):
         beg, end = lane.life_cycle.stale(state.history)
@@ -295,17 +314,43 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
                 continue
             _add_page(state, lane, priority)
             taken += 1
-        state.count_taken(lane, state.num_blocks, taken)
-    state.mark_dirty()
+        counts.append(taken)
+    return counts
+
+
+def _take_back(state: SequenceState) -> None:
+    """The device failed while blocks were added: they go again."""
+    for lane in state.lanes:
+        lane.row.truncate(state.num_blocks)
+        while len(lane.pages) > state.num_blocks:
+            page = lane.pages.pop()
+            if page is not None:
+                state.shared.hierarchy.unlock(page, NULL_POINT)
 
 
 def _add_page(state: SequenceState, lane: Lane, priority: int) -> None:
-    """One more block of a lane, in a slot that has been made free; our stream waits until its last user is done."""
+    """One more block of a lane, in a slot that has been made free."""
+    lane.row.append(_new_page(state, lane, priority).slot)
+
+
+def _add_pages(state: SequenceState, lane: Lane, count: int) -> None:
+    """As `_add_page`, for several blocks at the default priority: the row grows at once."""
+    if count == 1:
+        _add_page(state, lane, PRIORITY_DEFAULT)
+        return
+    slots = SlotWriter()
+    for _block in range(count):
+        slots.add(_new_page(state, lane, PRIORITY_DEFAULT).slot)
+    lane.row.extend(slots.values())
+
+
+def _new_page(state: SequenceState, lane: Lane, priority: int) -> Page:
+    """A lane's next page; our stream waits until the last user of its slot is done."""
     page = state.shared.hierarchy.new_page(lane.index, priority)
+    lane.pages.append(page)
     if page.ready != NULL_POINT:
         state.shared.timeline.wait(state.stream, page.ready)
-    lane.pages.append(page)
-    lane.row.append(page.slot)
+    return page
 
 
 def _shrink(state: SequenceState, blocks: int) -> None:

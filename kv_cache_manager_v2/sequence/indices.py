@@ -76,6 +76,15 @@ class IndexRow:
             buffer[self.length] = value
         self.length += 1
 
+    def extend(self, values: array[int]) -> None:
+        """Further blocks. The caller has checked `room`."""
+        buffer = self.buffer
+        if buffer is None:
+            self.own.extend(values)
+        else:
+            buffer[self.length : self.length + len(values)] = memoryview(values)
+        self.length += len(values)
+
     def truncate(self, length: int) -> None:
         """Forget the blocks from `length` on; a buffer reads BAD there."""
         if length >= self.length:

@@ -44,8 +44,8 @@ def take(state: SequenceState, of_lanes: list[tuple[int, int]]) -> None:
         lane.scratch_span = span
         while len(lane.scratch) < slots(state, lane, span):
             page = shared.hierarchy.new_page(lane.index, PRIORITY_DEFAULT)
-            shared.timeline.wait(state.stream, page.ready)
             lane.scratch.append(page)
+            shared.timeline.wait(state.stream, page.ready)
 
 
 def give_back(state: SequenceState, of_lanes: list[tuple[int, int]], point: Point) -> None:
