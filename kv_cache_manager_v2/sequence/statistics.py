@@ -87,14 +87,14 @@ class PendingStats:
 
     def request_delta(self, attention: Sequence[int]) -> KVCacheStatsDelta:
         """The counts of the attention life cycles, as one delta."""
-        delta = KVCacheStatsDelta()
+        taken = 0
+        reused = 0
+        missed = 0
         for index in attention:
-            taken = self.allocated[index] + self.copied[index]
-            delta.alloc_total_blocks += taken
-            delta.alloc_new_blocks += taken
-            delta.reused_blocks += self.full_of(index) + self.partial_of(index)
-            delta.missed_blocks += self.allocated[index] - self.generated[index] + self.copies_missed[index]
-        return delta
+            taken += self.allocated[index] + self.copied[index]
+            reused += self.full_of(index) + self.partial_of(index)
+            missed += self.allocated[index] - self.generated[index] + self.copies_missed[index]
+        return KVCacheStatsDelta(taken, taken, reused, missed)
 
     def clear(self) -> None:
         """All counted, or thrown away."""
@@ -119,6 +119,35 @@ def _sum_row(table: list[int], row: int, width: int) -> int:
     return total
 
 
+class _LifeCycleCounts:
+    """What requests committed of one life cycle since the last reading."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.generated = 0
+        self.missed = 0
+        self.full = 0
+        self.partial = 0
+
+    def add(self, pending: PendingStats, index: int) -> None:
+        self.taken += pending.allocated[index] + pending.copied[index]
+        self.generated += pending.generated[index]
+        self.missed += pending.allocated[index] - pending.generated[index] + pending.copies_missed[index]
+        self.full += pending.full_of(index)
+        self.partial += pending.partial_of(index)
+
+    def delta(self) -> KVCacheIterationStatsDelta:
+        return KVCacheIterationStatsDelta(
+            iter_alloc_total_blocks=self.taken,
+            iter_alloc_new_blocks=self.taken,
+            iter_reused_blocks=self.full + self.partial,
+            iter_missed_blocks=self.missed,
+            iter_full_reused_blocks=self.full,
+            iter_partial_reused_blocks=self.partial,
+            iter_gen_alloc_blocks=self.generated,
+        )
+
+
 class Ledger:
     """The manager's books: totals since construction, and what happened since each was last read."""
 
@@ -129,8 +158,10 @@ class Ledger:
         self._hierarchy = hierarchy
         self._movement: MovementCounters = hierarchy.counters
         self._num_levels = hierarchy.num_levels
-        self._committed = KVCacheStatsDelta()
-        self._iteration: dict[int, KVCacheIterationStatsDelta] = {}
+        self._taken = 0  # blocks that requests committed since construction, all attention life cycles together ...
+        self._reused = 0
+        self._missed = 0
+        self._iteration = self._fresh_iteration()  # ... and by life cycle since the last reading
         self._snapshots: dict[int, SsmSnapshotIterationStatsDelta] = {}
         self._by_level: dict[int, ReusedBlocksByLevel] = {}
         self._tokens_by_level = [0] * self._num_levels
@@ -150,23 +181,12 @@ class Ledger:
 
     def commit(self, pending: PendingStats, total: KVCacheStatsDelta, ssm: int | None) -> None:
         """Add a request's pending counts to the books; `total` is its `request_delta`."""
-        self._committed.alloc_total_blocks += total.alloc_total_blocks
-        self._committed.alloc_new_blocks += total.alloc_new_blocks
-        self._committed.reused_blocks += total.reused_blocks
-        self._committed.missed_blocks += total.missed_blocks
+        self._taken += total.alloc_total_blocks
+        self._reused += total.reused_blocks
+        self._missed += total.missed_blocks
         for index in self._attention:
-            delta = self._iteration_of(index)
-            taken = pending.allocated[index] + pending.copied[index]
-            delta.iter_alloc_total_blocks += taken
-            delta.iter_alloc_new_blocks += taken
-            delta.iter_gen_alloc_blocks += pending.generated[index]
-            delta.iter_missed_blocks += pending.allocated[index] - pending.generated[index] + pending.copies_missed[index]
-            full = pending.full_of(index)
-            partial = pending.partial_of(index)
-            delta.iter_full_reused_blocks += full
-            delta.iter_partial_reused_blocks += partial
-            delta.iter_reused_blocks += full + partial
-            if full or partial:
+            self._iteration[index].add(pending, index)
+            if pending.full_of(index) > 0 or pending.partial_of(index) > 0:
                 self._add_by_level(index, pending)
         for level in range(self._num_levels):
             self._tokens_by_level[level] += pending.reused_tokens_by_level[level]
@@ -182,35 +202,34 @@ class Ledger:
             table.full[level] += pending.full_reused[cell]
             table.partial[level] += pending.partial_reused[cell]
 
-    def _iteration_of(self, index: int) -> KVCacheIterationStatsDelta:
-        if index not in self._iteration:
-            self._iteration[index] = KVCacheIterationStatsDelta()
-        return self._iteration[index]
+    def _fresh_iteration(self) -> list[_LifeCycleCounts]:
+        return [_LifeCycleCounts() for _life_cycle in self._layout.life_cycles]
 
     # --- what is read
 
     def committed(self) -> KVCacheStatsDelta:
         """Totals since construction: attention only, never falling."""
-        total = self._committed.copy()
+        taken = self._taken
         if self.enabled:
             for index in self._attention:
-                onboarded = _onboarded(self._movement, index)
-                total.alloc_total_blocks += onboarded
-                total.alloc_new_blocks += onboarded
-        return total
+                taken += _onboarded(self._movement, index)
+        return KVCacheStatsDelta(taken, taken, self._reused, self._missed)
 
     def take_iteration(self) -> dict[int, KVCacheIterationStatsDelta]:
         """Per life cycle, what happened since the last call; only those to which something did."""
         if not self.enabled:
             return {}
-        for index in range(len(self._movement.moved)):
-            self._add_movement(index)
+        taken: dict[int, KVCacheIterationStatsDelta] = {}
+        for index in range(len(self._iteration)):
+            delta = self._iteration[index].delta()
+            self._add_movement(index, delta)
+            if not delta.empty():
+                taken[index] = delta
         self._read = _Reading(self._movement)
-        taken = {index: delta for index, delta in sorted(self._iteration.items()) if not delta.empty()}
-        self._iteration = {}
+        self._iteration = self._fresh_iteration()
         return taken
 
-    def _add_movement(self, index: int) -> None:
+    def _add_movement(self, index: int, delta: KVCacheIterationStatsDelta) -> None:
         """Fold what moved since the last reading into the life cycle's delta."""
         moved, dropped, lost = self._read.since(self._movement, index)
         onboarded = sum([moved[level][0] for level in range(1, self._num_levels)])
@@ -219,7 +238,6 @@ class Ledger:
         if not (onboarded or offloaded or copied or lost or any(dropped)):
             return
         slot_bytes = self._layout.slot_bytes(self._layout.pool_group_of[index])
-        delta = self._iteration_of(index)
         delta.iter_alloc_total_blocks += onboarded
         delta.iter_alloc_new_blocks += onboarded
         delta.iter_onboard_blocks += onboarded
