@@ -21,8 +21,8 @@ def test_numpy_integers_are_lengths_and_ids() -> None:
         assert type(caches[0].capacity) is int
         assert type(caches[0].history_length) is int
         arrays = np.array([8, 7]), np.array([4, 4]), np.array([5, 6])  # to a type checker no sequences, but taken as such
-        assert resize_batch(caches, arrays[0], arrays[1]) == 2  # type: ignore[arg-type]
-        commit_batch(caches, arrays[2])  # type: ignore[arg-type]
+        assert resize_batch(caches, arrays[0], arrays[1]) == 2
+        commit_batch(caches, arrays[2])
         assert [cache.committed_tokens for cache in caches] == [[5], [6]]
         commit_batch(caches, [*np.array([9, 8])])  # scalars, as a loop over drawn tokens gives them
         commit_batch(caches, [np.array([3]), np.array([2, 1])])
@@ -43,7 +43,7 @@ def test_other_types_are_refused_with_the_value(value: object) -> None:
         with pytest.raises(ConfigError, match="must be an integer"):
             cache.resize(None, value)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="must be an integer"):
-            resize_batch([cache], [value])  # type: ignore[list-item]
+            resize_batch([cache], [value])
         with pytest.raises(ConfigError, match="must be an integer"):
             rig.manager.create_kv_cache(id=value)
         with pytest.raises(ConfigError, match="must be an integer"):
