@@ -17,7 +17,7 @@ from kv_cache_manager_v2.config import BatchDesc, KVCacheDesc, KVCacheManagerCon
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import GPU_LEVEL, CacheLevel, CacheTier
 from kv_cache_manager_v2.layout.arithmetic import ceil_div, round_half_even, round_up
-from kv_cache_manager_v2.layout.batches import batch_slots, by_pool_group, length_bytes, settled_slots
+from kv_cache_manager_v2.layout.batches import batch_slots, by_pool_group, length_bytes, resume_needs, settled_slots
 from kv_cache_manager_v2.layout.pools import StorageLayout
 
 logger: Final = logging.getLogger(__name__)
@@ -216,14 +216,18 @@ def min_slots(layout: StorageLayout, config: KVCacheManagerConfig, level: CacheL
     """The floors of a level, by pool group.
 
     On the GPU a constraint's slots are raised by 1 / max_util_for_resume: its last request is resumed only while utilisation is
-    below that. A constraint says nothing about colder levels, which only must be able to take in what a single request holds.
+    below that. They are enough for all of its requests to be resumed, from the common prompt in the cache, in any order. A
+    constraint says nothing about colder levels, which only must be able to take in what a single request holds.
     """
     floors = structural_slots(layout)
     if level == GPU_LEVEL:
-        utilisation = exact_fraction(config.max_util_for_resume)
+        numerator, denominator = exact_fraction(config.max_util_for_resume)
         for batch in config.constraints:
+            needs = resume_needs(layout, config, batch)
             for pool_group, count in enumerate(batch_slots(layout, batch)):
-                floors[pool_group] = max(floors[pool_group], ceil_div(count * utilisation[1], utilisation[0]))
+                passing = max(count, needs.running[pool_group], needs.waiting[pool_group])
+                needed = max(ceil_div(passing * denominator, numerator), needs.starting[pool_group])
+                floors[pool_group] = max(floors[pool_group], needed)
     return floors
 
 
