@@ -158,17 +158,6 @@ def function(value: object, name: str) -> Callable[..., object]:
 # --- several values
 
 
-def as_list(values: Sequence[object]) -> list[object]:
-    """A list of the items, which numpy and torch arrays give as plain numbers; a list as it is."""
-    if isinstance(values, list):
-        return values
-    tolist = getattr(values, "tolist", None)
-    items: object = tolist() if tolist is not None else list(values)
-    if not isinstance(items, list):
-        raise ConfigError(f"{values!r} has no items")
-    return items
-
-
 def items_of(values: object, name: str, what: str) -> list[object]:
     """The items of a sequence (list, tuple, array, numpy's and torch's too), as a list; a list as it is. Neither a string nor
     something that can be read only once is one. `what` says in the plural what its items must be."""

@@ -27,7 +27,6 @@ from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 
 TOKEN_BYTES: Final = 4
 DIGEST_MARK: Final = b"\x00\x00\x00\x80"
-PACKED_DIGEST_BYTES: Final = TOKEN_BYTES + DIGEST_BYTES
 _BIG_ENDIAN: Final = sys.byteorder == "big"
 _INTEGER_FORMATS: Final = "bBhHiIlLqQ"  # buffer element types that hold integers
 
@@ -176,13 +175,6 @@ def count_tokens(data: bytes) -> int:
 def has_digest(data: bytes) -> bool:
     """Whether packed bytes hold a digest; cheap where they do not."""
     return not data[3::TOKEN_BYTES].isascii()  # ids never have bit 31, so the first word that has it is a mark
-
-
-def packed_token(token: int) -> bytes:
-    """One id, packed: what `pack([token])` makes, without the sequence around it."""
-    if not 0 <= token < TOKEN_ID_LIMIT:
-        raise ConfigError(f"token {token}: ids are in [0, {TOKEN_ID_LIMIT})")
-    return token.to_bytes(TOKEN_BYTES, "little")
 
 
 def gen_multimodal_cache_key_tokens(

@@ -29,13 +29,6 @@ class EvictionQueue:
         assert before is not None
         self._link(page, before, lane)
 
-    def push_front(self, page: Page) -> None:
-        """Join at the old end of the page's priority: the next of it to be evicted."""
-        lane = self._lane(page.priority)
-        after = lane.after
-        assert after is not None
-        self._link(page, lane, after)
-
     def replace(self, old: Page, new: Page) -> None:
         """`new`, of the same priority, takes the place of `old`."""
         assert old.queued

@@ -129,10 +129,6 @@ class Settling:
         """Whether the slot is kept for a transfer although its page has left it."""
         return bool(self._left) and slot_key(cell, slot) in self._left
 
-    def num_left(self, cell: int) -> int:
-        """Slots of a pool group on a level that are kept so. O(such slots)."""
-        return sum([1 for key in self._left if key >> 40 == cell])
-
     def landing_cells(self) -> list[int]:
         """Levels and pool groups, flat, of slots that a transfer may still write to."""
         return sorted({key >> 40 for key in self._landings})

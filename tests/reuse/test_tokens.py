@@ -23,7 +23,6 @@ from kv_cache_manager_v2.reuse.tokens import (
     has_digest,
     pack,
     pack_unchecked,
-    packed_token,
     unpack,
 )
 from tests.reuse.helpers import digest
@@ -68,7 +67,6 @@ def test_layout_of_the_bytes() -> None:
     """Ids are 4 bytes, little-endian; a digest is the word 0x80000000 and its 32 bytes."""
     assert pack([1, 258]).data == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert pack([1, digest(9), 2]).data == b"\1\0\0\0" + b"\0\0\0\x80" + digest(9) + b"\2\0\0\0"
-    assert packed_token(258) == pack([258]).data
 
 
 def fake_tensor(values: Any, dtype: str, device: str = "cpu") -> Any:

@@ -52,22 +52,17 @@ def test_replace_keeps_the_place() -> None:
     queue.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "front", "remove", "hold"]), st.integers(0, 100)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from(["push", "remove", "hold"]), st.integers(0, 100)), max_size=80))
 def test_like_a_sorted_list(steps: list[tuple[str, int]]) -> None:
     queue = EvictionQueue()
     model: list[tuple[int, int, Page]] = []  # (priority, rank, page)
-    low = high = 0
+    rank = 0
     for what, number in steps:
         if what == "push":
-            high += 1
+            rank += 1
             page = page_of(number % 5)
             queue.push(page)
-            model.append((page.priority, high, page))
-        elif what == "front":
-            low -= 1
-            page = page_of(number % 5)
-            queue.push_front(page)
-            model.append((page.priority, low, page))
+            model.append((page.priority, rank, page))
         elif model:
             page = model[number % len(model)][2]
             if what == "hold":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.ids import NULL_POINT, SlotId
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resizing import resize_level
@@ -44,9 +44,14 @@ class HierarchyMachine(RuleBasedStateMachine):
         sizes = [(24,), (9, 16)][:groups]
         self.rig = Rig(slots, tiers, sizes, schedule, seed, self.directory.name)
         self.model = Model(slots, [tier == "d" for tier in tiers])
-        levels = self.rig.hierarchy.levels
-        self.model.kept = lambda level, group: self.rig_().hierarchy.settling.num_left(levels.cell(level, group))
+        self.model.kept = self.kept_slots
         self.block = FakeBlock("tree")
+
+    def kept_slots(self, level: int, group: int) -> int:
+        """Slots that their pages have left, and that a file transfer may still write to."""
+        hierarchy = self.rig_().hierarchy
+        cell = hierarchy.levels.cell(level, group)
+        return sum([hierarchy.settling.left(cell, SlotId(slot)) for slot in range(hierarchy.total(level, group))])
 
     def rig_(self) -> Rig:
         assert self.rig is not None

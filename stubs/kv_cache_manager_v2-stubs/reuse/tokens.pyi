@@ -1,11 +1,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kv_cache_manager_v2.ids import DIGEST_BYTES
-
 TOKEN_BYTES: Final = 4
 DIGEST_MARK: Final = b"\x00\x00\x00\x80"
-PACKED_DIGEST_BYTES: Final = TOKEN_BYTES + DIGEST_BYTES
 
 @dataclass(frozen=True)
 class MmItemContext:
@@ -30,7 +27,6 @@ def check_range(sequence: TokenSequence, beg: int) -> None: ...
 def unpack(data: bytes) -> list[int | bytes]: ...
 def count_tokens(data: bytes) -> int: ...
 def has_digest(data: bytes) -> bool: ...
-def packed_token(token: int) -> bytes: ...
 def gen_multimodal_cache_key_tokens(
     id_offset: int, multi_modal_data_digest: bytes, num_tokens: int, token_offset: int = 0, uuid: str | None = None
 ) -> list[int | bytes | MmItemContext]: ...
