@@ -1,0 +1,135 @@
+"""A fork goes on from everything that its source stood at: a field of a request is copied, derived or fresh, and says which."""
+
+from __future__ import annotations
+
+from types import GetSetDescriptorType
+
+from kv_cache_manager_v2 import KVCache, ReuseScope
+from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.ids import PRIORITY_DEFAULT
+from kv_cache_manager_v2.sequence.recurrent import Recurrence
+from kv_cache_manager_v2.sequence.state import Lane, SequenceState
+from tests.manager.engine import Token
+from tests.manager.helpers import Rig, hybrid, toks
+
+# the fork's is the source's; `tail` by its bytes
+COPIED = {"shared", "scope", "priority", "tokens_per_block", "committed", "history", "path", "tail", "tip"}
+COPIED |= {"commit_allowed", "text_only", "has_digests", "scratch", "next_stale"}
+# of the fork's own lengths and pages
+DERIVED = {
+    "capacity": "cut to the history",
+    "num_blocks": "of the capacity",
+    "steady_above": "of the capacity",
+    "steady_to": "of the capacity",
+    "scratch_from": "of the history",
+    "lanes": "hold the same pages up to the history",
+    "main_lanes": "the lanes: there is one beam",
+    "recurrence": "has a copy of the state",
+    "provision": "waits for the same transfers",
+    "borrowed_tail": "whether the history ends in a block",
+    "pending": "counts from here on, if the source counts",
+}
+FRESH = {
+    "serial": "another request",
+    "request_id": "another request",
+    "status": "SUSPENDED",
+    "width": "one beam",
+    "tail_beam": "the one beam has what it needs",
+    "last_beam": "the one beam goes on",
+    "extra_recurrences": "one beam",
+    "lost": "a request that is lost cannot be forked",
+    "divergence": "nothing was matched",
+    "before_hybrid": "nothing was matched",
+    "cached_tokens_by_level": "nothing was matched",
+    "stream": "given when it is resumed",
+    "stream_set": "given when it is resumed",
+    "last_shortage": "of its own calls",
+    "capacity_sum": "of its own resizes",
+    "history_sum": "of its own resizes",
+    "num_samples": "of its own resizes",
+    "started": "its first resume copies the last block",
+}
+LANE_COPIED = {"life_cycle", "index", "pool_group"}
+LANE_DERIVED = {
+    "pages": "the same, up to the history",
+    "row": "BAD",
+    "pending_from": "behind what there is",
+    "generated_from": "NEVER",
+}
+LANE_FRESH = {"scratch": "SUSPENDED", "scratch_span": "SUSPENDED"}
+RECURRENCE_COPIED = {"life_cycle", "index", "pool_group"}
+RECURRENCE_DERIVED = {"page": "a copy"}
+RECURRENCE_FRESH = {"borrowed": "the copy is its own", "skipped": "of its own commits"}
+
+
+def fields(thing: object) -> set[str]:
+    """The attributes of an object of the package, on either build."""
+    if not COMPILED:
+        return set(vars(thing))
+    kind = type(thing)
+    return {name for name in dir(kind) if not name.startswith("__") and isinstance(getattr(kind, name), GetSetDescriptorType)}
+
+
+def state_of(rig: Rig, cache: KVCache) -> SequenceState:
+    (state,) = [state for state in rig.manager.shared.open.values() if state.request_id == cache.id]
+    return state
+
+
+def value(thing: object, name: str) -> object:
+    found = getattr(thing, name)
+    return found.getvalue() if name == "tail" else found
+
+
+def changed(rig: Rig) -> KVCache:
+    """A request of which every field that a fork copies differs from that of a new one."""
+
+    def priority(ordinal: int, life_cycle: object) -> int:
+        return PRIORITY_DEFAULT
+
+    cache = rig.create(None, ReuseScope(7, 8), priority)
+    assert cache.resume(rig.stream)
+    assert cache.resize(9)
+    tokens: list[Token] = [*toks(0, 5), b"d" * 32]
+    cache.commit(tokens)
+    cache.stop_committing()
+    assert cache.resize(14, 9)
+    state = state_of(rig, cache)
+    state.text_only = True
+    state.scratch = not state.scratch
+    return cache
+
+
+def test_every_field_says_what_a_fork_has_of_it() -> None:
+    """A new field of a request, a lane or a recurrent state is named here, or this fails: decide what a fork does with it."""
+    with Rig(hybrid(4, 16, kinds=["full", (6, 0)]), engine=False) as rig:
+        state = state_of(rig, changed(rig))
+        recurrence = state.recurrence
+        assert recurrence is not None
+        assert fields(state) == COPIED | set(DERIVED) | set(FRESH)
+        assert fields(state.lanes[0]) == LANE_COPIED | set(LANE_DERIVED) | set(LANE_FRESH)
+        assert fields(recurrence) == RECURRENCE_COPIED | set(RECURRENCE_DERIVED) | set(RECURRENCE_FRESH)
+        assert isinstance(state.lanes[0], Lane)
+        assert isinstance(recurrence, Recurrence)
+
+
+def test_a_fork_has_what_is_copied() -> None:
+    """Each such field differs from a new request's in the source, and is the source's in the fork."""
+    with Rig(hybrid(4, 16, kinds=["full", (6, 0)]), engine=False) as rig:
+        cache = changed(rig)
+        source = state_of(rig, cache)
+        new = state_of(rig, rig.create())
+        twin = state_of(rig, rig.own(cache.fork(99)))
+        for name in sorted(COPIED - {"shared", "tokens_per_block"}):
+            assert value(source, name) != value(new, name), f"{name} is that of a new request"
+        for name in sorted(COPIED):
+            assert value(twin, name) == value(source, name), name
+        for name in sorted(FRESH.keys() - {"serial", "request_id"}):
+            assert value(twin, name) == value(new, name), name
+        assert (twin.capacity, twin.num_blocks, twin.steady_to, twin.borrowed_tail) == (9, 3, 12, True)
+        for ours, theirs in zip(twin.lanes, source.lanes, strict=True):
+            assert {name: value(ours, name) for name in LANE_COPIED} == {name: value(theirs, name) for name in LANE_COPIED}
+            assert ours.pages == theirs.pages[: twin.num_blocks]
+        assert twin.recurrence is not None
+        assert source.recurrence is not None
+        assert twin.recurrence.page is not source.recurrence.page
+        assert twin.recurrence.page is not None
