@@ -63,7 +63,7 @@ def _rows() -> list[Operation]:
     row("full collection, 1,000,000 blocks", steps.Collection, {"cached": 5000}, cached=1_000_000)
     row("full collection, 1,000,000 blocks, frozen", steps.CollectionFrozen, {"cached": 5000}, cached=1_000_000)
     shrunk: dict[str, object] = {"cached": 5000, "requests": 10}
-    row("decode step p99.9, collector on, 1,000,000 blocks", steps.DecodeCollected, shrunk, cached=1_000_000, requests=100)
+    row("decode step p99.9, collector on, 5,000,000 blocks", steps.DecodeCollected, shrunk, cached=5_000_000, requests=100)
     return rows
 
 
