@@ -150,15 +150,19 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
     parent = _parent(state)
     pending = state.tail.getvalue()
     first = len(state.path)
-    for ordinal in range(first, full):
-        beg = ordinal * size - state.committed
-        data = tokens.slice_bytes(max(beg, 0), beg + size)
-        if pending:
-            data = pending + data
-            pending = b""
-        if beams:
-            settle_block(state, ordinal, beams[ordinal - first], point)
-        parent = _enter_block(state, parent, data, ordinal, history, point)
+    try:
+        for ordinal in range(first, full):
+            beg = ordinal * size - state.committed
+            data = tokens.slice_bytes(max(beg, 0), beg + size)
+            if pending:
+                data = pending + data
+                pending = b""
+            if beams:
+                settle_block(state, ordinal, beams[ordinal - first], point)
+            parent = _enter_block(state, parent, data, ordinal, history, point)
+    except KVCacheError:  # the device refused a wait or a copy: nothing is committed, and the blocks that stand serve the next try
+        del state.path[first:]
+        raise
     tree.pin(parent)
     if tip is not None:
         tree.unpin(tip)
