@@ -10,6 +10,7 @@ A stream is known by the driver's handle from its first record or wait on. Who d
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
@@ -77,6 +78,15 @@ class Timeline:
         line.events.append(event)
         line.issued += 1
         return Point((line.index << SEQUENCE_BITS) | line.issued)
+
+    def record_or_wait(self, stream: Stream) -> Point:
+        """As `record`, after a device has refused something: from a stream that takes no more, the host waits instead."""
+        try:
+            return self.record(stream)
+        except KVCacheError:
+            with suppress(KVCacheError):  # a device that refuses even that does no more work
+                self._driver.synchronize()
+            return NULL_POINT
 
     def wait(self, stream: Stream, point: Point) -> None:
         """Work queued on the stream from now on runs after the point. Queues nothing if the point is over, lies on the same

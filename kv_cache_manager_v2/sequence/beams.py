@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, NULL_POINT, Point
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, Point
 from kv_cache_manager_v2.sequence.private_pages import private_copy
 from kv_cache_manager_v2.sequence.recurrent import Recurrence
 from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
@@ -63,10 +63,11 @@ def _widen(state: SequenceState, width: int) -> None:
             if state.recurrence is not None:
                 recurrences.append(_copy_recurrence(state, state.recurrence))
     except KVCacheError:
+        queued = shared.timeline.record_or_wait(state.stream)  # earlier copies may still be under way
         for lane in lanes:
-            _free_lane(state, lane, NULL_POINT)
+            _free_lane(state, lane, queued)
         for recurrence in recurrences:
-            recurrence.give_up(shared.hierarchy, True, NULL_POINT)
+            recurrence.give_up(shared.hierarchy, True, queued)
         raise
     _count_copies(state, lanes, first)
     state.lanes = state.lanes + lanes
@@ -106,7 +107,7 @@ def _copy_lane(state: SequenceState, source: Lane, first: int) -> Lane:
             lane.pages.append(own)
             lane.row.append(own.slot)
     except KVCacheError:
-        _free_lane(state, lane, NULL_POINT)
+        _free_lane(state, lane, state.shared.timeline.record_or_wait(state.stream))
         raise
     return lane
 

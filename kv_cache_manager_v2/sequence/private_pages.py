@@ -7,7 +7,6 @@ next step.
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.sequence.state import SequenceState
 from kv_cache_manager_v2.storage.page import Page
 
@@ -20,7 +19,7 @@ def private_copy(state: SequenceState, life_cycle: int, source: Page | None, pri
         shared.timeline.wait(state.stream, own.ready)
         if source is not None:
             shared.hierarchy.copy_into(source, own, state.stream)
-    except KVCacheError:
-        shared.hierarchy.unlock(own, NULL_POINT)
+    except KVCacheError:  # our stream may still write there: the copy of another pool was queued before
+        shared.hierarchy.unlock(own, shared.timeline.record_or_wait(state.stream))
         raise
     return own

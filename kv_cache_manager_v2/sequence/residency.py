@@ -1,4 +1,4 @@
-"""Where a request's pages are: created from a match, resumed to the GPU, suspended, prefetched, closed.
+"""Where a request's pages are: resumed to the GPU, suspended, prefetched, closed.
 
 Rule: an ACTIVE request locks each of its live pages, a SUSPENDED one holds them, and nothing is in between when a call
 returns. Live means not stale at the present history; a stale page that waits for its block's commit is held in either state.
@@ -76,8 +76,9 @@ def resume(state: SequenceState) -> bool:
         _wait_for_all(state, pages)
         _start_private(state)
     except KVCacheError:  # the device refused a wait or a copy: back to where we were
+        queued = shared.timeline.record_or_wait(state.stream)
         for page in pages:
-            hierarchy.hold_locked(page, NULL_POINT)
+            hierarchy.hold_locked(page, queued)
         raise
     scratch.take(state, spans)
     state.status = ACTIVE
@@ -194,8 +195,9 @@ def _start_private(state: SequenceState) -> None:
             return
         point = shared.timeline.record(state.stream)
     except KVCacheError:
+        queued = shared.timeline.record_or_wait(state.stream)  # earlier copies may still be under way
         for copy in copies:
-            hierarchy.unlock(copy, NULL_POINT)
+            hierarchy.unlock(copy, queued)
         raise
     for source in sources:
         if source is not None:

@@ -369,7 +369,8 @@ class Hierarchy(PageKeeper):
             else:
                 self._copy_cold(source, page, stream)
         except BaseException:
-            page.ready = self._copier.abandon([source, page])
+            self._copier.abandon([source, page])
+            page.ready = self.timeline.merge(page.ready, self.timeline.record_or_wait(stream))
             self.levels.free_page(page)
             raise
         return page
@@ -386,8 +387,12 @@ class Hierarchy(PageKeeper):
             return False
         self.timeline.wait(stream, source.ready)
         self.timeline.wait(stream, page.ready)
-        self.copy_into(source, page, stream)
-        page.ready = self.timeline.record(stream)
+        try:
+            self.copy_into(source, page, stream)
+            page.ready = self.timeline.record(stream)
+        except BaseException:
+            page.ready = self.timeline.record_or_wait(stream)
+            raise
         source.ready = self.timeline.merge(source.ready, page.ready)
         self.levels.requeue(page)
         return True
