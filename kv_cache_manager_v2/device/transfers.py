@@ -277,7 +277,7 @@ class TransferPool:
                         expired.append(transfer)
                 if expired:
                     self._changed.notify_all()
-                    if self._ready:
+                    for _transfer in expired:  # each of their threads is replaced
                         self._wake()
                 else:
                     # without a transfer, too, it looks once in each limit: so nobody needs to wake it for one

@@ -72,7 +72,8 @@ class StreamWorker:
             self.queue.pending[0].run(ALL_STEPS)
         except Exception as caught:  # raised again by the next driver call
             failure = caught
-        self.schedule.finished(self, failure)
+        finally:  # also when a host thread that helps is interrupted: nobody else would go on with the stream
+            self.schedule.finished(self, failure)
 
     def ring(self) -> None:
         """The lock is held: let the thread look for work."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -310,6 +312,43 @@ def test_a_hung_thread_is_replaced_and_a_dead_file_system_fails_at_once() -> Non
     assert pool.close(10)
     assert [first.state, second.state] == [GATE_LATE, GATE_LATE]
     assert [t.opened_count for t in (first, second, third)] == [1, 1, 1]
+
+
+class Watched(Scripted):
+    """Keeps whoever opens its gate until `until` is over."""
+
+    def __init__(self, block: threading.Event, until: Callable[[], None]) -> None:
+        super().__init__([], "watched", block)
+        self.until = until
+
+    def opened(self) -> None:
+        super().opened()
+        self.until()
+
+
+def test_threads_that_hang_together_are_all_replaced() -> None:
+    """Three threads hang. The watchman, kept at the first gate, finds the two others late in one look; he is kept at the next gate
+    until three new threads carry out what waited, side by side."""
+    pool = TransferPool(threads=3, timeout_s=0.01)
+    block, meeting = threading.Event(), threading.Event()
+    waiting = [Scripted([], f"waiting {i}", meeting) for i in range(3)]
+    started: list[bool] = []
+
+    def let_time_pass() -> None:
+        while time.monotonic() <= max(transfer.deadline_s for transfer in hung):
+            meeting.wait(0.001)
+
+    def see_all_start() -> None:
+        if not started:
+            started.extend([transfer.started.wait(5) for transfer in waiting])
+
+    hung = [Watched(block, let_time_pass), Watched(block, see_all_start), Watched(block, see_all_start)]
+    pool.submit_all([*hung, *waiting])
+    assert hung[2].gate_opened.wait(30)
+    meeting.set()
+    block.set()
+    assert pool.close(10)
+    assert started == [True, True, True]
 
 
 def test_impossible_pools_are_refused() -> None:
