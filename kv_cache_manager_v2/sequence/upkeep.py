@@ -24,7 +24,7 @@ def tidy(shared: Shared) -> None:
     """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock.
 
     First the peaks: nothing changes between calls, so what the last call left, however it ended, is what is there now. Raises
-    LogicError within a priority callback.
+    LogicError within a priority callback or a listener.
     """
     shared.require_outside()
     if shared.ledger.enabled:
