@@ -86,13 +86,7 @@ class EventMirror:
         if isinstance(data, KVCacheStoredData):
             self._store(data, group, event.event_id)
         elif isinstance(data, KVCacheRemovedData):
-            for name in items_of(data.block_hashes, "block_hashes of an event", "block hashes"):
-                block_hash = block_hash_of(name, "block_hashes of an event")
-                self._known(block_hash, group, event.event_id)
-                block = self.blocks[block_hash]
-                del block.levels[group]
-                if not block.levels:
-                    del self.blocks[block_hash]
+            self._remove(data, group, event.event_id)
         elif isinstance(data, KVCacheUpdatedData):
             level = self._known(data.block_hash, group, event.event_id)
             if data.cache_level is not None:
@@ -104,16 +98,32 @@ class EventMirror:
 
     def _store(self, data: KVCacheStoredData, group: int, event_id: int) -> None:
         parent_hash = data.parent_hash
-        for stored in instances(data.blocks, KVCacheStoredBlockData, "blocks of an event"):
-            block = self.blocks.get(stored.block_hash)
-            if block is None:
-                block = self.blocks[stored.block_hash] = MirroredBlock(parent_hash, stored.packed_tokens)
-            if group in block.levels:
-                raise LogicError(f"event {event_id}: block {stored.block_hash} is stored twice in layer group {group}")
-            if block.parent_hash != parent_hash or block.packed_tokens != stored.packed_tokens:
-                raise LogicError(f"event {event_id}: block {stored.block_hash} has another parent, or other tokens, than before")
-            block.levels[group] = stored.cache_level
-            parent_hash = stored.block_hash
+        blocks: dict[BlockHash, MirroredBlock] = {}  # of this event: all of them are looked at before any is taken in
+        stored = instances(data.blocks, KVCacheStoredBlockData, "blocks of an event")
+        for item in stored:
+            block = self.blocks.get(item.block_hash, MirroredBlock(parent_hash, item.packed_tokens))
+            if group in block.levels or item.block_hash in blocks:
+                raise LogicError(f"event {event_id}: block {item.block_hash} is stored twice in layer group {group}")
+            if block.parent_hash != parent_hash or block.packed_tokens != item.packed_tokens:
+                raise LogicError(f"event {event_id}: block {item.block_hash} has another parent, or other tokens, than before")
+            blocks[item.block_hash] = block
+            parent_hash = item.block_hash
+        for item in stored:
+            blocks[item.block_hash].levels[group] = item.cache_level
+        self.blocks.update(blocks)
+
+    def _remove(self, data: KVCacheRemovedData, group: int, event_id: int) -> None:
+        names = items_of(data.block_hashes, "block_hashes of an event", "block hashes")
+        hashes = [block_hash_of(name, "block_hashes of an event") for name in names]
+        for block_hash in hashes:
+            self._known(block_hash, group, event_id)
+        if len(set(hashes)) != len(hashes):
+            raise LogicError(f"event {event_id} removes a block twice: {hashes}")
+        for block_hash in hashes:
+            block = self.blocks[block_hash]
+            del block.levels[group]
+            if not block.levels:
+                del self.blocks[block_hash]
 
     def _known(self, block_hash: BlockHash, group: int, event_id: int) -> int:
         """The level of a block that must be there."""

@@ -10,7 +10,7 @@ the stuck streams.
 from __future__ import annotations
 
 import time
-from threading import Condition, Lock, RLock, Thread
+from threading import Condition, Lock, RLock, Thread, get_ident
 
 from kv_cache_manager_v2.device.memory import AddressSpace
 from kv_cache_manager_v2.device.schedule import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
@@ -55,7 +55,8 @@ class StreamWorker:
     def __init__(self, schedule: ThreadSchedule, queue: StreamQueue) -> None:
         self.schedule = schedule
         self.queue = queue
-        self.running = False  # somebody runs the stream's first operation
+        self.running = False  # somebody runs the stream's first operation ...
+        self.runner = 0  # ... the thread of this number, if it is real work; else 0
         self._asleep = False
         self._bell = Lock()  # released to wake the thread
         self._bell.acquire()
@@ -68,11 +69,13 @@ class StreamWorker:
     def run_first(self) -> None:
         """No lock held, after `begin`."""
         failure: Exception | None = None
+        self.runner = get_ident()
         try:
             self.queue.pending[0].run(ALL_STEPS)
         except Exception as caught:  # raised again by the next driver call
             failure = caught
         finally:  # also when a host thread that helps is interrupted: nobody else would go on with the stream
+            self.runner = 0
             self.schedule.finished(self, failure)
 
     def ring(self) -> None:
@@ -259,8 +262,11 @@ class ThreadSchedule(Schedule):
         return True
 
     def finish(self, event: Event | None) -> None:
+        me = get_ident()
         while True:
             with self.lock:
+                if me in [worker.runner for worker in self._workers.values()]:
+                    raise LogicError("a function that runs on a stream must not wait for the device: it would wait for itself")
                 worker = self._wait(event)
             if worker is None:
                 break

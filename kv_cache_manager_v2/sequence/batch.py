@@ -7,7 +7,7 @@ own cost in the caller's interpreter, and takes the lock once.
 from __future__ import annotations
 
 from operator import index
-from typing import SupportsIndex, cast
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.doors import whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, LogicError
@@ -124,11 +124,12 @@ def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
             item = tokens[position]
             if type(item) is int:
                 token = item
-            elif _is_scalar(item):
-                token = index(cast(SupportsIndex, item))
             else:
-                commit(state, pack(item, state.text_only), None, False)
-                continue
+                scalar = _scalar(item)
+                if scalar is None:
+                    commit(state, pack(item, state.text_only), None, False)
+                    continue
+                token = scalar
             if not committing.append_inside_block(state, token):
                 if state.stream != stream:
                     stream = state.stream
@@ -136,12 +137,8 @@ def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
                 point = _commit_token(state, token, point)
 
 
-def _is_scalar(item: object) -> bool:
-    """Whether this is one id in numpy's or torch's clothes, and not a run of tokens."""
-    if isinstance(item, (list, tuple, bool)) or not hasattr(item, "__index__"):
-        return False
-    try:
-        index(cast(SupportsIndex, item))
-    except TypeError:  # an array of several
-        return False
-    return True
+def _scalar(item: object) -> int | None:
+    """The id that numpy's or torch's scalar is; None for a run of tokens."""
+    if isinstance(item, (list, tuple, bool)) or not isinstance(item, SupportsIndex) or getattr(item, "ndim", 0) != 0:
+        return None
+    return index(item)

@@ -15,6 +15,7 @@ harms its page only.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Final
 
 from kv_cache_manager_v2.device.arenas import Arena
@@ -143,14 +144,11 @@ class Copier:
 
     def abandon(self, pages: list[Page]) -> Point:
         """After an exception from `run`: a point that covers whatever it had queued; the readiness of `pages` includes it."""
-        point = NULL_POINT
-        try:
+        with suppress(Exception):  # whatever it was, `run` has raised already
             self._pass_gates()
             for passage in self._passages:
                 self._pass(passage)
-            point = self._timeline.record(self._stream)
-        except Exception:
-            self._driver.synchronize()  # the stream takes no more work: wait for what it has
+        point = self._timeline.record_or_wait(self._stream)
         self._gates.clear()
         self._settling.abandon(point)
         self._leave(len(self._passages), point)

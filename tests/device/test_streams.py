@@ -205,8 +205,8 @@ def test_what_a_kernel_raises_is_seen_by_the_next_call(schedule: str) -> None:
 
 
 def test_a_kernel_must_not_wait_for_its_own_device() -> None:
-    """On the schedules that run work on the caller's thread, a kernel that synchronizes would wait for itself: an error."""
-    for schedule in ("eager", "random"):
+    """A kernel that synchronizes would wait for itself: an error, which the next call raises where the kernel has a thread."""
+    for schedule in ("eager", "random", "threads"):
         with rig(schedule) as r:
             gate = r.driver.gate(r.streams[0])
             r.driver.launch(r.streams[0], r.driver.synchronize)

@@ -82,11 +82,15 @@ class TestMirror:
             mirror.reset(EventSnapshot([self.stored(-1, None, "x"), self.stored(-1, None, "x")], 5))
         assert (mirror_contents(mirror), mirror.next_event_id) == ({("a", 0): 0}, 1)
 
-    @pytest.mark.parametrize("wrong", ["twice", "unknown", "again", "early", "level", "parent"])
+    @pytest.mark.parametrize(
+        "wrong", ["twice", "unknown", "again", "early", "level", "parent", "half removed", "one removed twice"]
+    )
     def test_contradictions_are_errors(self, wrong: str) -> None:
-        """What cannot follow from what is known is never taken in silently."""
+        """What cannot follow from what is known is never taken in silently, nor is the half of an event that can."""
         mirror = EventMirror()
         mirror.apply([self.stored(0, None, "a"), self.stored(1, None, "b"), self.removed(2, "b")])
+        half = replace(self.removed(3, "a"), data=KVCacheRemovedData(["a", "b"]))
+        twice = replace(self.removed(3, "a"), data=KVCacheRemovedData(["a", "a"]))
         event = {
             "twice": self.stored(3, None, "a"),
             "unknown": self.removed(3, "a", group=1),
@@ -94,9 +98,12 @@ class TestMirror:
             "early": self.moved(3, "c", 0, 1),
             "level": self.moved(3, "a", 1, 0),
             "parent": self.stored(3, "b", "a", group=1),
+            "half removed": half,
+            "removed twice": twice,
         }[wrong]
         with pytest.raises(LogicError, match="event 3"):
             mirror.apply([event])
+        assert (mirror_contents(mirror), mirror.next_event_id) == ({("a", 0): 0}, 3)
 
     def test_a_snapshot_ends_what_is_pending(self) -> None:
         """What is stored after a snapshot is never added to an event that the snapshot contains."""
