@@ -5,16 +5,23 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import pyperf
 
 from bench.builds import BUILDS, WorkerFailedError, run_worker
+from bench.catalogue import OPERATIONS
 from bench.results import Row
+
+LARGE_ROUNDS: Final = 2  # of rows that spend minutes on filling the cache, and little on what is measured
+LARGE: Final = frozenset({title for title, row in OPERATIONS.items() if row.setting(quick=False).cached >= 1_000_000})
 
 
 def measure_row(title: str, arguments: Sequence[str], rounds: int, builds: Sequence[str] = BUILDS) -> Row:
     """One title, `rounds` workers on each build in turn. Raises WorkerFailedError."""
     row = Row(title, "")
+    if title in LARGE:
+        rounds = min(rounds, LARGE_ROUNDS)
     with tempfile.TemporaryDirectory(prefix="kvcm-bench-") as directory:
         for number in range(rounds):
             order = builds if number % 2 == 0 else tuple(reversed(builds))
