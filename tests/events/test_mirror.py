@@ -82,9 +82,7 @@ class TestMirror:
             mirror.reset(EventSnapshot([self.stored(-1, None, "x"), self.stored(-1, None, "x")], 5))
         assert (mirror_contents(mirror), mirror.next_event_id) == ({("a", 0): 0}, 1)
 
-    @pytest.mark.parametrize(
-        "wrong", ["twice", "unknown", "again", "early", "level", "parent", "half removed", "one removed twice"]
-    )
+    @pytest.mark.parametrize("wrong", ["twice", "unknown", "again", "early", "level", "parent", "half removed", "removed twice"])
     def test_contradictions_are_errors(self, wrong: str) -> None:
         """What cannot follow from what is known is never taken in silently, nor is the half of an event that can."""
         mirror = EventMirror()
