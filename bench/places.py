@@ -12,7 +12,7 @@ from bench.work import Work, now
 from kv_cache_manager_v2 import KVCache
 
 EVICTED: Final = 256  # pages of one run
-MOST_LEAVES: Final = 100_000
+MOST_LEAVES: Final = 1_000_000
 PAIRS: Final = 3  # of growths, over cached pages and over free ones
 
 
