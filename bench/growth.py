@@ -67,7 +67,7 @@ def growth_table(curves: Sequence[Measured]) -> str:
         exponent = curve.exponent()
         points = "  ".join(f"{size:,}:{readable(time)}" for size, time in zip(curve.sizes, curve.medians, strict=True))
         fitted = f"{exponent:+.2f}" if exponent is not None else "  -  "
-        lines.append(f"  {curve.title:<24} exponent {fitted} (planned {curve.expected:.0f})  {points}  per {curve.per}")
+        lines.append(f"  {curve.title:<40} exponent {fitted} (planned {curve.expected:.0f})  {points}  per {curve.per}")
     return "\n".join(lines)
 
 

@@ -37,7 +37,23 @@ _PER_PROMPT: Final = {
     "commit cold": Curve(prompts.CommitCold, {}, 1.0),
     "close committed": Curve(prompts.CloseCommitted, {}, 1.0),
     "suspend, resume": Curve(prompts.SuspendResume, {}, 1.0),
+    "commit cold, events pending": Curve(prompts.CommitWithEvents, {"events": True}, 1.0),
+    "commit cold, flush, drain": Curve(prompts.CommitFlushDrain, {"events": True}, 1.0),
 }
+_PER_PROMPT_AND_INPUT: Final = {
+    **_PER_PROMPT,
+    "create, resume, close, list": Curve(prompts.Admit, {"tokens_as": "list"}, 1.0),
+    "create, resume, close, numpy": Curve(prompts.Admit, {"tokens_as": "numpy"}, 1.0),
+}
+
+
+def _per_step(requests: dict[str, object], expected: float) -> dict[str, Curve]:
+    return {
+        "decode step, calls": Curve(steps.DecodeCalls, requests, expected),
+        "decode step, batch": Curve(steps.DecodeBatch, requests, expected),
+        "decode step, batch, index matrix": Curve(steps.DecodeMatrix, requests, expected),
+        "decode step, calls, statistics committed": Curve(steps.DecodeStatistics, requests, expected),
+    }
 
 
 def _flat(curves: dict[str, Curve], fields: dict[str, object]) -> dict[str, Curve]:
@@ -50,15 +66,19 @@ AXES: Final = {
         "prompt",
         "tokens of the sequence",
         [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20],
-        {**_PER_PROMPT, "decode step, calls": Curve(steps.DecodeCalls, {"requests": 8}, 0.0)},
+        {
+            **_PER_PROMPT_AND_INPUT,
+            "resume from host": Curve(prompts.ResumeFromHost, {"tiers": 2}, 1.0),
+            **_per_step({"requests": 8}, 0.0),
+        },
     ),
     "cached": Axis(
         "cached",
         "cached blocks",
         [10_000, 100_000, 1_000_000, 5_000_000],
         {
-            **_flat(_PER_PROMPT, {}),
-            "decode step, batch": Curve(steps.DecodeBatch, {"requests": 100}, 0.0),
+            **_flat(_PER_PROMPT_AND_INPUT, {}),
+            **_per_step({"requests": 100}, 0.0),
             "evict a page": Curve(places.Evict, {}, 0.0),
             "full collection": Curve(steps.Collection, {}, 0.0),
         },
@@ -67,10 +87,7 @@ AXES: Final = {
         "requests",
         "open requests",
         [10, 100, 1_000, 10_000],
-        {
-            "decode step, calls": Curve(steps.DecodeCalls, {}, 1.0),
-            "decode step, batch": Curve(steps.DecodeBatch, {}, 1.0),
-        },
+        _per_step({}, 1.0),
     ),
     "tiers": Axis(
         "tiers",
@@ -78,7 +95,7 @@ AXES: Final = {
         [1, 2, 3, 4],
         {
             **_flat(_PER_PROMPT, {}),
-            "decode step, calls": Curve(steps.DecodeCalls, {"requests": 100}, 0.0),
+            **_per_step({"requests": 100}, 0.0),
         },
     ),
     "life cycles": Axis(
@@ -87,7 +104,7 @@ AXES: Final = {
         [1, 2, 4, 8],
         {
             **_PER_PROMPT,
-            "decode step, calls": Curve(steps.DecodeCalls, {"requests": 100}, 0.0),
+            **_per_step({"requests": 100}, 0.0),
         },
     ),
     "siblings": Axis(
