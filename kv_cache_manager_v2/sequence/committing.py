@@ -36,12 +36,13 @@ def check_commit(state: SequenceState, count: int) -> None:
 
 
 def append_inside_block(state: SequenceState, token: int) -> bool:
-    """The decode step: one id that fills no block and moves no window. False, nothing changed, if it is not that simple."""
+    """The decode step: one id that fills no block, moves no window and frees no scratch slot. False, nothing changed, if it is not
+    that simple."""
     after = state.committed + 1
     if after % state.tokens_per_block == 0 or not takes_one(state, token):
         return False
     if after > state.history:
-        if after >= state.next_stale:
+        if after >= state.next_stale or (state.scratch and state.holds_scratch()):
             return False
         state.history = after
     write_i32_le(state.tail, i32(token))

@@ -26,6 +26,7 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
         and (not state.scratch or (capacity < state.scratch_from and not state.holds_scratch()))
     ):
         state.capacity = capacity
+        state.last_shortage = None
         state.capacity_sum += capacity
         state.history_sum += state.history
         state.num_samples += 1

@@ -1,0 +1,53 @@
+"""The quick form of a decode step leaves the request as its long form does, also after a shortage or with scratch slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_cache_manager_v2 import commit_batch, resize_batch
+from tests.manager.helpers import GRAIN, MIB, Rig, attention, model, small
+
+
+@pytest.mark.parametrize("form", ["quick", "with a history", "batch"])
+def test_a_resize_that_is_done_has_no_shortage(form: str) -> None:
+    """`last_shortage` is that of the latest resize: none, also where that one stays inside the block."""
+    with Rig(small(4)) as rig:
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        assert cache.resize(2)
+        assert not cache.resize(20)
+        assert cache.last_shortage is not None
+        if form == "quick":
+            assert cache.resize(3)
+        elif form == "batch":
+            assert resize_batch([cache], [3]) == 1
+        else:
+            assert cache.resize(3, 0)
+        assert cache.last_shortage is None
+
+
+@pytest.mark.parametrize("form", ["list", "tuple", "batch"])
+def test_a_committed_token_gives_scratch_back(form: str) -> None:
+    """A token that a long step has committed ends its block's turn in scratch, however it is committed: the range begins after the
+    block in which the history ends, and the slot is free."""
+    config = model([attention(layer, GRAIN // 64, window=32) for layer in range(2)], gpu=4 * MIB, scratch_rewind=0)
+    with Rig(config) as rig:
+        group = rig.group(0)
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        assert cache.resize(320)
+        before = rig.counts().free
+        first = cache.get_scratch_desc(group)
+        assert first is not None
+        if form == "list":
+            cache.commit([1])
+        elif form == "batch":
+            commit_batch([cache], [1])
+        else:
+            cache.commit((1,))
+        after = cache.get_scratch_desc(group)
+        assert after is not None
+        assert (first.range.beg, after.range.beg) == (0, 1)
+        assert after.range.end == first.range.end
+        assert rig.counts().free == before + 1
+        assert len(after.slot_ids) == len(first.slot_ids) - 1
