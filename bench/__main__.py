@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.builds import BUILDS, NAMES, ROOT, missing_builds
+from bench.builds import BUILDS, NAMES, ROOT, WorkerFailedError, missing_builds
 from bench.catalogue import OPERATIONS
 from bench.clock import Clock
 from bench.copies import copies_table, measure_copies
@@ -91,9 +91,14 @@ def main() -> int:
         whole = not (options.quick or options.only or options.device or options.builds != BUILDS)
         options.out = RESULTS if whole else ROOT / "build" / "bench"
     clock = Clock()
+    status = 0
     for part in options.parts or (QUICK_PARTS if options.quick else PARTS):
-        PARTS[part](options, clock)
-    return 0
+        try:
+            PARTS[part](options, clock)
+        except WorkerFailedError as failure:
+            print(f"bench: {part}: {failure}", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

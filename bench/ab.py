@@ -90,6 +90,8 @@ def main() -> int:
     parser.add_argument("--shifts", type=int, default=4, help="in which the arms take turns")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default: bench/results for a whole run)")
     options = parser.parse_args()
+    if min(options.requests, options.open, options.shifts) < 1:
+        parser.error("there is nothing to serve: --requests, --open and --shifts are at least 1")
     if missing_builds():
         parser.error("the builds are not there: run `make bench-ab`")
     whole = options.requests >= 100_000 and options.open >= 1000

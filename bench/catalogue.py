@@ -41,6 +41,7 @@ def _rows() -> list[Operation]:
         row(f"commit cold{suffix}", prompts.CommitCold, _SHORT, layers=layers)
         row(f"close committed{suffix}", prompts.CloseCommitted, _SHORT, layers=layers)
         row(f"suspend, resume{suffix}", prompts.SuspendResume, _SHORT, layers=layers)
+    row("resize and commit cold", prompts.ComputeCold, _SHORT)
     for kind in ("list", "numpy"):
         row(f"probe, {kind}", prompts.Probe, _SHORT, tokens_as=kind)
         row(f"create, resume, close, {kind}", prompts.Admit, _SHORT, tokens_as=kind)
@@ -63,7 +64,7 @@ def _rows() -> list[Operation]:
     row("full collection, 1,000,000 blocks", steps.Collection, {"cached": 5000}, cached=1_000_000)
     row("full collection, 1,000,000 blocks, frozen", steps.CollectionFrozen, {"cached": 5000}, cached=1_000_000)
     shrunk: dict[str, object] = {"cached": 5000, "requests": 10}
-    row("decode step p99.9, collector on, 5,000,000 blocks", steps.DecodeCollected, shrunk, cached=5_000_000, requests=100)
+    row("decode step p99.9, collector on, 5,000,000 blocks", steps.DecodeCollected, shrunk, cached=5_000_000)
     return rows
 
 

@@ -12,13 +12,11 @@ from bench.work import Work, now
 from kv_cache_manager_v2 import KVCache
 
 EVICTED: Final = 256  # pages of one run
-MOST_LEAVES: Final = 1_000_000
 PAIRS: Final = 3  # of growths, over cached pages and over free ones
 
 
 class Evict(Work):
-    """Drop a page, the oldest of `setting.cached`: each the only block of its prompt (a leaf below the root), or, where more are
-    cached than `MOST_LEAVES`, the last block that its prompt still has.
+    """Drop a page, the oldest of `setting.cached`, each the only block of its prompt: a leaf below the root.
 
     Measured as the difference between growing a request over cached pages and over free ones.
     """
@@ -33,10 +31,9 @@ class Evict(Work):
         self._refill()
 
     def _refill(self) -> None:
-        blocks = 1 if self.setting.cached <= MOST_LEAVES else EVICTED
-        for _i in range(self.bench.manager.get_storage_statistics()[0].free // blocks):
+        for _i in range(self.bench.manager.get_storage_statistics()[0].free):
             self.serial += 1
-            self.bench.cache_prompt(prompt_tokens(blocks * BLOCK, self.serial))
+            self.bench.cache_prompt(prompt_tokens(BLOCK, self.serial))
 
     def _grow(self) -> tuple[float, KVCache]:
         cache = self.bench.manager.create_kv_cache()

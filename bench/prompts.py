@@ -113,6 +113,15 @@ class ResizeCold(_ColdPrompt):
         return 1
 
 
+class ComputeCold(_ColdPrompt):
+    """Take the pages of a whole prompt and commit it."""
+
+    def run(self) -> int:
+        assert self.opened().resize(self.setting.prompt)
+        self.opened().commit(self.prompt)
+        return 1
+
+
 class CommitCold(_ColdPrompt):
     """Commit the whole prompt in one call, or turn by turn where each turn leaves a snapshot."""
 
