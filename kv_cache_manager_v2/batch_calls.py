@@ -24,7 +24,10 @@ def resize_batch(caches: object, capacities: object, histories: object = None) -
 
 
 def commit_batch(caches: object, tokens: object) -> None:
-    """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token. Raises as `commit` does."""
+    """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token.
+
+    Raises as `commit` does, with the requests before the faulty one done; the text names it.
+    """
     batch.commit_all(_states(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
 
 

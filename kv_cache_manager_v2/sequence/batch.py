@@ -10,7 +10,7 @@ from operator import index
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.doors import whole, wholes
-from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 from kv_cache_manager_v2.sequence import committing, growth
@@ -94,18 +94,23 @@ def resize_all(states: list[SequenceState], capacities: list[object], histories:
         raise ConfigError(f"{count} caches need {count} capacities, and as many histories if any are given")
     if count == 0:
         return 0
+    position = 0
     with states[0].shared.lock:
-        for position in range(count):
-            state = states[position]
-            item = capacities[position]
-            capacity = item if type(item) is int else whole(item, f"capacities[{position}]")
-            if histories is None:
-                if growth.stay_inside_block(state, capacity):
-                    continue
-                if not _resize(state, capacity, None):
+        try:
+            for position in range(count):
+                state = states[position]
+                item = capacities[position]
+                capacity = item if type(item) is int else whole(item, f"capacities[{position}]")
+                if histories is None:
+                    if growth.stay_inside_block(state, capacity):
+                        continue
+                    if not _resize(state, capacity, None):
+                        return position
+                elif not _resize(state, capacity, whole(histories[position], f"histories[{position}]")):
                     return position
-            elif not _resize(state, capacity, whole(histories[position], f"histories[{position}]")):
-                return position
+        except KVCacheError as error:
+            _say_whose(error, states[position], position)
+            raise
     return count
 
 
@@ -118,23 +123,34 @@ def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
         return
     stream = states[0].stream
     point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
+    position = 0
     with states[0].shared.lock:
-        for position in range(count):
-            state = states[position]
-            item = tokens[position]
-            if type(item) is int:
-                token = item
-            else:
-                scalar = _scalar(item)
-                if scalar is None:
-                    commit(state, pack(item, state.text_only), None, False)
-                    continue
-                token = scalar
-            if not committing.append_inside_block(state, token):
-                if state.stream != stream:
-                    stream = state.stream
-                    point = NULL_POINT
-                point = _commit_token(state, token, point)
+        try:
+            for position in range(count):
+                state = states[position]
+                item = tokens[position]
+                if type(item) is int:
+                    token = item
+                else:
+                    scalar = _scalar(item)
+                    if scalar is None:
+                        commit(state, pack(item, state.text_only), None, False)
+                        continue
+                    token = scalar
+                if not committing.append_inside_block(state, token):
+                    if state.stream != stream:
+                        stream = state.stream
+                        point = NULL_POINT
+                    point = _commit_token(state, token, point)
+        except KVCacheError as error:
+            _say_whose(error, states[position], position)
+            raise
+
+
+def _say_whose(error: KVCacheError, state: SequenceState, position: int) -> None:
+    """An error of a batch says of which request it speaks; those before it are done."""
+    named = f" (id {state.request_id})" if state.request_id is not None else ""
+    error.args = (f"caches[{position}]{named}: {error.args[0] if error.args else error}", *error.args[1:])
 
 
 def _scalar(item: object) -> int | None:
