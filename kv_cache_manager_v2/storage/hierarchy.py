@@ -99,8 +99,8 @@ class Hierarchy(PageKeeper):
 
     @property
     def transfers_in_flight(self) -> int:
-        """File transfers whose end `settle` has not seen."""
-        return self.settling.in_flight
+        """File transfers whose end `settle` has not seen, and pages that are lost and whose owners it has not told."""
+        return self.settling.in_flight + len(self.settling.lost)
 
     # --- addresses
 

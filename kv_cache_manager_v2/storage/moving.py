@@ -11,9 +11,11 @@ passed.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 from kv_cache_manager_v2.counters import MovementCounters
+from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NO_SLOT, Point, SlotId
 from kv_cache_manager_v2.storage.copying import Copier, CopyBatch
 from kv_cache_manager_v2.storage.levels import Levels
@@ -183,12 +185,15 @@ class Mover:
 
     def _rescue(self, page: Page, destination: int, target: int) -> None:
         """After a failure, a parked page goes on if there is room, else back, else to any level: as many slots are free as pages
-        are parked. If even that copy fails, its bytes are lost."""
+        are parked, once the file transfers of the batch that failed are over. If even that copy fails, its bytes are lost."""
         levels = self._levels
-        level = destination
-        for other in [target, *range(levels.last, target, -1)]:
-            if levels.free(level, page.pool_group) == 0:
-                level = other
+        order = [destination, target, *range(levels.last, target, -1)]
+        level = self._first_free(order, page.pool_group)
+        if levels.free(level, page.pool_group) == 0:
+            with suppress(KVCacheError):
+                levels.settling.wait()
+            levels.settling.poll()
+            level = self._first_free(order, page.pool_group)
         try:
             self.move_run([page], level, target)
         except Exception:
@@ -203,6 +208,13 @@ class Mover:
             page.lost = True
             levels.settling.lost.append(page)
             levels.settle(page)
+
+    def _first_free(self, order: list[int], group: int) -> int:
+        """The first of these levels that has a free slot; the last one if none has."""
+        for level in order:
+            if self._levels.free(level, group) > 0:
+                return level
+        return order[-1]
 
     # --- one batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -416,3 +417,55 @@ def test_slot_of_a_source_is_not_overwritten_before_it_was_read(rigs: list[Rig])
     gate.open()
     rig.expect(first, 1)
     rig.expect(second, 2)
+
+
+@pytest.mark.parametrize("tiers", ["gd", "ghd"])
+@pytest.mark.parametrize("call", ["record_event", "copy_batch", "wait_event", "wait_gate", "create_event"])
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_an_exchange_that_the_device_refuses_leaves_nobody_in_the_parking(
+    rigs: list[Rig], nth: int, call: str, tiers: str, tmp_path: Path
+) -> None:
+    """The slots of the batch that failed are kept while its file transfers go on; a page that stands in the parking area then waits
+    for one of them. Every page is on some level afterwards, with its bytes, and the exchange can be tried again."""
+    rig = Rig([[2]] * len(tiers), tiers, ((96, 40),), "random", nth, str(tmp_path))
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(2 * len(tiers))]
+    settle_all(rig)
+    rig.driver.fail(call, nth)
+    with suppress(CuError):
+        assert rig.hierarchy.acquire([0], pages[:2]) is None
+    rig.driver.heal()
+    rig.check()
+    settle_all(rig)
+    rig.check()
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+    assert rig.hierarchy.acquire([0], pages[:2]) is None
+    assert [page.level for page in pages[:2]] == [0, 0]
+    settle_all(rig)
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+def test_a_parked_page_that_cannot_be_brought_out_is_settled_as_lost(rigs: list[Rig]) -> None:
+    """The device refuses every copy from the moment that a page stands in the parking area: its bytes are gone, there is something
+    to settle, and its owner is told then."""
+    rig = Rig([[1], [1]], "gh")
+    rigs.append(rig)
+    blocks = [FakeBlock(f"{i}") for i in range(2)]
+    pages = [rig.cached(i, owner=blocks[i]) for i in range(2)]
+    for page in pages:
+        rig.hierarchy.hold(page)
+    assert [page.level for page in pages] == [1, 0]
+    rig.driver.fail("copy_batch", 2, None)
+    with pytest.raises(CuError):
+        rig.hierarchy.acquire([0], pages[:1])
+    rig.driver.heal()
+    rig.check()
+    assert [page.lost for page in pages] == [False, True]
+    assert rig.hierarchy.transfers_in_flight > 0
+    rig.hierarchy.settle()
+    assert rig.hierarchy.transfers_in_flight == 0
+    assert [len(block.gone) for block in blocks] == [0, 1]
+    assert rig.counters.lost == [1]
+    rig.expect(pages[0], 0)
