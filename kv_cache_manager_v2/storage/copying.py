@@ -156,6 +156,10 @@ class Copier:
             page.ready = self._timeline.merge(page.ready, point)
         return point
 
+    def merge(self, first: Point, second: Point) -> Point:
+        """A point that is over once both are."""
+        return self._timeline.merge(first, second)
+
     def close(self) -> None:
         """Give streams and staging back; all work is complete."""
         for stream in self._streams:

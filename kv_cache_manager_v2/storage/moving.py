@@ -243,8 +243,8 @@ class Mover:
             )
         except BaseException:
             point = copier.abandon(pages)
-            for slot in slots:
-                levels.vacate(destination, group, slot, point)
+            for index in range(len(slots)):  # the stream was perhaps not told to wait for who had them before
+                levels.vacate(destination, group, slots[index], copier.merge(waits[2 * index], point))
             raise
         for index in range(len(pages)):
             page = pages[index]

@@ -469,3 +469,26 @@ def test_a_parked_page_that_cannot_be_brought_out_is_settled_as_lost(rigs: list[
     assert [len(block.gone) for block in blocks] == [0, 1]
     assert rig.counters.lost == [1]
     rig.expect(pages[0], 0)
+
+
+def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]) -> None:
+    """The device refuses to let the copy stream wait for who had the slot before. That one is not done yet: whoever gets the slot
+    next waits for it."""
+    rig = Rig([[1], [2]], "gh")
+    rigs.append(rig)
+    below = rig.held(2)
+    page = rig.new()
+    assert below.level == 1
+    gate = rig.driver.gate(rig.stream)
+    rig.stamp(page, 1)
+    rig.hierarchy.hold_locked(page, page.ready)
+    rig.driver.fail("wait_event", 2)
+    with pytest.raises(CuError):
+        rig.hierarchy.acquire([0], [below])
+    rig.check()
+    assert (page.level, below.level) == (1, 1)
+    assert rig.hierarchy.acquire([0], [below]) is None
+    assert below.level == 0
+    gate.open()
+    rig.expect(page, 1)
+    rig.expect(below, 2)
