@@ -80,7 +80,14 @@ def resume(state: SequenceState) -> bool:
         for page in pages:
             hierarchy.hold_locked(page, queued)
         raise
-    scratch.take(state, spans)
+    try:
+        scratch.take(state, spans)
+    except KVCacheError:  # what it has of its own by now, it keeps
+        queued = shared.timeline.record_or_wait(state.stream)
+        scratch.give_back_all(state, queued)
+        for page in live_pages(state):
+            hierarchy.hold_locked(page, queued)
+        raise
     state.status = ACTIVE
     for lane in state.lanes:
         _write_row(lane, state.history)

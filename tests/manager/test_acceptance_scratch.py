@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, KVCache, LayerId, PageIndexMode
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, CuError, KVCache, LayerId, PageIndexMode
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import min_slots, size_levels
 from tests.manager import inside
@@ -313,3 +313,32 @@ def test_drafts_are_never_scratch(drafts: int) -> None:
             request.tokens += draft[:accepted]
             request.cache.commit(draft[:accepted])
             request.check()
+
+
+def test_a_resume_whose_scratch_the_device_refuses_leaves_the_request_suspended() -> None:
+    """The slots that it would take are still in somebody's use, and the device refuses to let it wait for that: the request is
+    suspended as it was, and can be resumed later."""
+    with windows(1, 32, gpu=2 * MIB, size=64 * KIB) as rig:
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        assert cache.resize(320)
+        assert scratch_held(cache)
+        cache.suspend()
+        free = rig.counts().free
+        other = rig.create()
+        stream = rig.new_stream()
+        assert other.resume(stream)
+        other.enable_swa_scratch_reuse = False
+        assert other.resize(32 * free)
+        gate = rig.driver.gate(stream)
+        other.close()
+        rig.driver.fail("wait_event")
+        with pytest.raises(CuError):
+            cache.resume(rig.stream)
+        rig.manager.check_invariants()
+        assert not cache.is_active
+        assert not scratch_held(cache)
+        assert rig.counts().free == free
+        gate.open()
+        assert cache.resume(rig.stream)
+        assert scratch_held(cache)
