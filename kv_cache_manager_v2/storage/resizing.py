@@ -322,6 +322,11 @@ class _Resize:
         for group in range(hierarchy.num_groups):
             allocator = hierarchy.levels.allocators[self._cells[group]]
             place = hierarchy.places.by_cell[self._cells[group]]
+            if min([arena.num_slots for arena in place.arenas]) < min(self._old[group], self._new[group]):
+                for page in hierarchy.levels.pages(self._cells[group]):  # memory that the device would not register again is gone
+                    if not page.lost:
+                        page.lost = True
+                        hierarchy.settling.lost.append(page)
             if allocator.shrinking():
                 allocator.abort_shrink()
             if self._new[group] > self._old[group]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache_manager_v2.errors import CuError
-from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.errors import CuError, HostRegistrationError
+from kv_cache_manager_v2.ids import NULL_POINT, CacheTier
+from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.resizing import resize_level
 from tests.storage.helpers import FakeBlock, Rig
 
 SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
@@ -492,3 +494,24 @@ def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]
     gate.open()
     rig.expect(page, 1)
     rig.expect(below, 2)
+
+
+def test_pages_of_host_memory_that_the_device_does_not_take_back_are_lost() -> None:
+    """A shrink is refused, and so is the way back: the level has its size again, and none of its bytes."""
+    rig = Rig([[1], [64]], "gh", ((4096,),))
+    page = rig.held(1)
+    other = rig.held(2)
+    assert (page.level, other.level) == (1, 0)
+    sizing = LevelSizing(CacheTier.HOST_MEM, 64 << 20, 64 << 20, 4096)
+    sizing.slots = [32]
+    rig.driver.fail("host_register", 1, 2)
+    with pytest.raises(HostRegistrationError):
+        resize_level(rig.hierarchy, 1, sizing)
+    rig.check()
+    assert rig.hierarchy.total(1, 0) == 64
+    assert (page.lost, other.lost) == (True, False)
+    assert rig.hierarchy.transfers_in_flight > 0
+    rig.hierarchy.settle()
+    assert rig.counters.lost == [1]
+    rig.expect(other, 2)
+    rig.close()
