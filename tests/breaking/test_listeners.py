@@ -87,12 +87,14 @@ def test_an_event_manager_of_somebody_else_is_shielded_too(caplog: pytest.LogCap
     assert events.get_latest_events(0)
 
 
-def test_a_listener_behind_the_miss_history_is_shielded_too() -> None:
+def test_a_listener_behind_the_miss_history_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever remembers drops stands in front of it."""
     config = small(6, host_slots=6)
     config.miss_history = 8
     with Rig(config, events=Faulty(1, boom)) as rig:
         churn(rig)
+        assert rig.manager.movement.pages_dropped(1) > 0
+    assert "the cache listener raised in" in caplog.text
 
 
 def test_a_listener_that_calls_the_manager_is_refused() -> None:

@@ -170,7 +170,7 @@ def test_valid_arguments_are_taken(door: Door) -> None:
     """Else the test above would refuse the wrong thing."""
     with Scene() as scene:
         if door.name in ("shutdown", "clear_reusable_blocks", "close", "plan_committed_block_drop"):
-            return  # need a manager, or a request, at its end
+            pytest.skip("needs a manager, or a request, at its end: no valid arguments in the scene")
         if door.name == "adjust" or (door.owner == "KVCacheManager" and door.name == "resize"):
             scene.active.suspend()
         call(scene, door, valid_arguments(scene, door))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, KVCacheError, OutOfPagesError
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, KVCache, KVCacheError, OutOfPagesError
 from tests.manager.engine import FakeEngine, Token
 from tests.manager.helpers import Kind, Request, Rig, hybrid, small, toks
 
@@ -275,17 +275,23 @@ def test_speculative_decoding(kinds: list[Kind], accepted: int) -> None:
         assert rig.reused([*text, *toks(7000, 7008)]) == len(text)
 
 
+def two_that_share_a_settled_block(rig: Rig) -> tuple[KVCache, KVCache]:
+    """A request with 8 settled tokens, 6 of them committed, and its fork: blocks of 4, both ACTIVE."""
+    parent = rig.create()
+    assert parent.resume(rig.stream)
+    assert parent.resize(8, 8)
+    parent.commit([1, 2, 3, 4, 5, 6])
+    fork = parent.fork()
+    assert fork.resume(rig.stream)
+    return parent, fork
+
+
 @pytest.mark.parametrize("ending", ["stop_committing", "close", "is_end"])
 def test_a_fork_widens_what_the_other_published_in_part(ending: str) -> None:
     """Two forks share a settled block. One publishes the committed part of it; when the other commits all of it, all of it is
     there for reuse, and what follows too."""
     with Rig(small(16), engine=False) as rig:
-        parent = rig.create()
-        assert parent.resume(rig.stream)
-        assert parent.resize(8, 8)
-        parent.commit([1, 2, 3, 4, 5, 6])
-        fork = parent.fork()
-        assert fork.resume(rig.stream)
+        parent, fork = two_that_share_a_settled_block(rig)
         if ending == "stop_committing":
             parent.stop_committing()
         elif ending == "is_end":
@@ -305,12 +311,7 @@ def test_a_fork_widens_what_the_other_published_in_part(ending: str) -> None:
 def test_a_longer_partial_tail_widens_too() -> None:
     """The other fork stops one token further on: the page is good for that many."""
     with Rig(small(16), engine=False) as rig:
-        parent = rig.create()
-        assert parent.resume(rig.stream)
-        assert parent.resize(8, 8)
-        parent.commit([1, 2, 3, 4, 5, 6])
-        fork = parent.fork()
-        assert fork.resume(rig.stream)
+        parent, fork = two_that_share_a_settled_block(rig)
         parent.stop_committing()
         fork.commit([7])
         fork.stop_committing()
