@@ -97,6 +97,10 @@ bench-quick: $(ENV) $(PURE) $(COMPILED)  ## the same at small sizes, in under a 
 bench-ab: $(ENV) $(PURE) $(COMPILED)  ## a simulated engine around the manager, 100,000 requests on each build (AB="--requests 5000")
 	$(BIN)/python -m bench.ab $(AB)
 
+.PHONY: bench-against
+bench-against: $(ENV) $(COMPILED)  ## this tree beside another checkout with a build of its own, in interleaved pairs (OTHER=DIR)
+	$(BIN)/python -m bench.against $(OTHER)
+
 .PHONY: bench-peers
 bench-peers: $(ENV) $(PURE) $(COMPILED)  ## other cache managers beside ours; PEERS names the folder with the scripts that drive them
 	$(BIN)/python -m bench.peers --scripts $(PEERS)

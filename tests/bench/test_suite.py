@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import kv_cache_manager_v2.build
-from bench.builds import BUILD_VARIABLE, BUILDS, ROOT, environment
+from bench.against import WATCHED, Pairs, measure_one
+from bench.builds import BUILD_VARIABLE, BUILDS, ROOT, WorkerFailedError, environment
 from bench.catalogue import OPERATIONS
 from bench.growth_axes import AXES, growth_operation
 from bench.machine import describe
@@ -79,3 +80,13 @@ def test_a_result_names_no_path_of_the_machine() -> None:
     machine = describe()
     assert {"cpu", "cores", "python", "commit", "mypyc"} <= machine.keys()
     assert not [value for value in machine.values() if isinstance(value, str) and "/" in value]
+
+
+def test_pairs_compare_like_with_like(tmp_path: Path) -> None:
+    """A checkout beside itself: both arms measure, and the figure is the median of the ratios."""
+    pairs = Pairs("probe", [1.0, 2.0, 6.0], [1.0, 4.0, 2.0])
+    assert pairs.ratios() == [1.0, 0.5, 3.0]
+    assert pairs.ratio() == 1.0
+    assert set(WATCHED) <= set(OPERATIONS)
+    with pytest.raises(WorkerFailedError, match="no such operation"):
+        measure_one(ROOT, BUILD, "no such operation", tmp_path / "out.json")
