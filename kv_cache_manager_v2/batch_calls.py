@@ -5,7 +5,7 @@ Rule: equal to the loop over the requests' own calls; what is saved is the loop'
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.doors import items_of, shown
+from kv_cache_manager_v2.arguments import items_of, shown
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.sequence import batch

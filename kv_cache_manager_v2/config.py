@@ -19,7 +19,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.doors import at_least, flag, given, instance, items_of, real, shown, text
+from kv_cache_manager_v2.arguments import at_least, flag, given, instance, items_of, real, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 

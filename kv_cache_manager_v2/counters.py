@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.doors import instance, whole
+from kv_cache_manager_v2.arguments import instance, whole
 from kv_cache_manager_v2.errors import ConfigError
 
 _Delta = TypeVar("_Delta", bound="StatsDelta")

@@ -6,7 +6,7 @@ that: an event that contradicts what it knows is an error of the stream, and a g
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.doors import at_least, at_least_or_none, each_of, given, instance, instances, items_of, shown, whole
+from kv_cache_manager_v2.arguments import at_least, at_least_or_none, each_of, given, instance, instances, items_of, shown, whole
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.event_records import (
     NO_GROUP,

@@ -12,7 +12,7 @@ from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.doors import at_least, each_of, instance, instances, items_of, mapping, shown, text, unsigned
+from kv_cache_manager_v2.arguments import at_least, each_of, instance, instances, items_of, mapping, shown, text, unsigned
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack, unpack
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeAlias, cast
 
-from kv_cache_manager_v2 import doors
+from kv_cache_manager_v2 import arguments
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.event_blocks import (
     BLOCK_REMOVED,
@@ -91,16 +91,16 @@ class KVCacheEventManager(CacheListener):
         mm_token_id_offset: object = None,
     ) -> None:
         self._notes: list[Note] = []  # written under the cache manager's lock
-        self._max = doors.whole(max_kv_event_entries, "max_kv_event_entries")
+        self._max = arguments.whole(max_kv_event_entries, "max_kv_event_entries")
         self._enabled = self._max > 0
-        self._hashes = make_block_hashes(doors.text(hash_algo, "hash_algo"))
-        self._window = doors.at_least(window_size, "window_size", 0)
+        self._hashes = make_block_hashes(arguments.text(hash_algo, "hash_algo"))
+        self._window = arguments.at_least(window_size, "window_size", 0)
         self._windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
-        self._rank = doors.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
+        self._rank = arguments.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
         self._gather: EventGather | None = None
         if attention_dp_gather is not None:
-            self._gather = cast("EventGather", doors.function(attention_dp_gather, "attention_dp_gather"))
-        self._mm_offset = doors.at_least_or_none(mm_token_id_offset, "mm_token_id_offset", 0)
+            self._gather = cast("EventGather", arguments.function(attention_dp_gather, "attention_dp_gather"))
+        self._mm_offset = arguments.at_least_or_none(mm_token_id_offset, "mm_token_id_offset", 0)
         self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; as notes, written under the cache manager's lock
         # guarded by `_work`
         self._work: Final = threading.Lock()
@@ -190,7 +190,7 @@ class KVCacheEventManager(CacheListener):
 
     def add_created_event(self, num_blocks_per_cache_level: object, layer_group_ids: object = None) -> None:
         """Blocks on each cache level; one event for each layer group, or one for all (None)."""
-        counts = doors.wholes(num_blocks_per_cache_level, "num_blocks_per_cache_level", 0)
+        counts = arguments.wholes(num_blocks_per_cache_level, "num_blocks_per_cache_level", 0)
         groups = [NO_GROUP] if layer_group_ids is None else groups_of(layer_group_ids)
         with self._work:
             if self._open_stream():
@@ -200,7 +200,7 @@ class KVCacheEventManager(CacheListener):
     def add_stored_event(self, parent_hash: object, blocks: object, layer_group_id: object = None) -> None:
         """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
         parent = None if parent_hash is None else block_hash_of(parent_hash, "parent_hash")
-        stored = doors.instances(blocks, KVCacheStoredBlockData, "blocks")
+        stored = arguments.instances(blocks, KVCacheStoredBlockData, "blocks")
         group = group_of(layer_group_id)
         with self._work:
             if self._open_stream() and stored:
@@ -233,8 +233,8 @@ class KVCacheEventManager(CacheListener):
     ) -> None:
         """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
         given = block_hash if isinstance(block_hash, bytes) else block_hash_of(block_hash, "block_hash")
-        moved = doors.instance_or_none(cache_level, KVCacheEventDiff, "cache_level")
-        valued = doors.instance_or_none(priority, KVCacheEventDiff, "priority")
+        moved = arguments.instance_or_none(cache_level, KVCacheEventDiff, "cache_level")
+        valued = arguments.instance_or_none(priority, KVCacheEventDiff, "priority")
         group = group_of(layer_group_id)
         if moved is None and valued is None:
             return
@@ -289,7 +289,7 @@ class KVCacheEventManager(CacheListener):
         None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while
         it waits.
         """
-        left = math.inf if timeout_ms is None else doors.real(timeout_ms, "timeout_ms") / 1000.0
+        left = math.inf if timeout_ms is None else arguments.real(timeout_ms, "timeout_ms") / 1000.0
         if math.isnan(left):
             raise ConfigError("timeout_ms is nan; it must be a number of milliseconds, or None to wait for ever")
         with self._readers:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, SupportsIndex
 
+from kv_cache_manager_v2.arguments import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
-from kv_cache_manager_v2.doors import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc

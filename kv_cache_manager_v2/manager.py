@@ -15,14 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, cast
 
-from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.counters import (
-    MovementCounters,
-)
-from kv_cache_manager_v2.device.default import default_driver
-from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.doors import (
+from kv_cache_manager_v2.arguments import (
     at_least,
     at_least_or_none,
     flag,
@@ -34,6 +27,13 @@ from kv_cache_manager_v2.doors import (
     request_id,
     shown,
 )
+from kv_cache_manager_v2.config import KVCacheManagerConfig
+from kv_cache_manager_v2.counters import (
+    MovementCounters,
+)
+from kv_cache_manager_v2.device.default import default_driver
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.ids import (

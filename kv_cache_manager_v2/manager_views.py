@@ -5,6 +5,7 @@ Rule: nothing here changes a cache or moves a page; readings that reset a counte
 
 from __future__ import annotations
 
+from kv_cache_manager_v2.arguments import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.counters import (
     KVCacheIterationStatsDelta,
@@ -16,7 +17,6 @@ from kv_cache_manager_v2.counters import (
     StorageStatistics,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.doors import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,

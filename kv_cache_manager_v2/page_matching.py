@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kv_cache_manager_v2.doors import instance, instances, items_of, whole
+from kv_cache_manager_v2.arguments import instance, instances, items_of, whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.page_table import FLAT, TOKENS_FIRST, KVCachePageTable, LayerGroup, LocalLayer, PhysicalPool, PoolView
 

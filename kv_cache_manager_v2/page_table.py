@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2 import doors
+from kv_cache_manager_v2 import arguments
 from kv_cache_manager_v2.config import SsmLayerConfig
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import LayerGroupId, LayerId
@@ -151,7 +151,7 @@ class KVCachePageTable:
     def pool(self, layer_group: object, view: object) -> PhysicalPool:
         """The memory that a view of a layer group divides."""
         pools = self._pools(self._group(layer_group))
-        number = doors.instance(view, PoolView, "view").pool_idx
+        number = arguments.instance(view, PoolView, "view").pool_idx
         if not 0 <= number < len(pools):
             raise ConfigError(f"view {view!r} is of pool {number}: layer group {layer_group} has {len(pools)} pools")
         return pools[number]
@@ -211,7 +211,7 @@ class KVCachePageTable:
         Of one beam: the blocks that a further beam shares with beam 0 are absent, so that each block is moved once. Raises
         LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
         """
-        request = doors.instance(cache, KVCache, "cache")
+        request = arguments.instance(cache, KVCache, "cache")
         if not request.is_active:
             raise LogicError(f"request_slots() needs a cache that is ACTIVE: only there it has slots; {request!r}")
         slots: list[list[int]] = []
@@ -223,7 +223,7 @@ class KVCachePageTable:
         return slots
 
     def _group(self, layer_group: object) -> LayerGroup:
-        number = doors.whole(layer_group, "layer_group")
+        number = arguments.whole(layer_group, "layer_group")
         if not 0 <= number < len(self.layer_groups):
             raise ConfigError(f"layer_group {number} is out of range: the table has {len(self.layer_groups)} layer groups")
         return self.layer_groups[number]
@@ -249,10 +249,10 @@ class KVCachePageTable:
     @staticmethod
     def from_dict(data: object) -> KVCachePageTable:
         """The table of a dictionary. Raises ConfigError for one that is not of this format."""
-        fields = doors.mapping(data, "data", "what `to_dict` gives")
+        fields = arguments.mapping(data, "data", "what `to_dict` gives")
         try:
             if fields["format"] != FORMAT:
-                raise ConfigError(f"page table of format {doors.shown(fields['format'])}: this version reads format {FORMAT}")
+                raise ConfigError(f"page table of format {arguments.shown(fields['format'])}: this version reads format {FORMAT}")
             groups = [
                 PhysicalPoolGroup(tuple([PhysicalPool(*_numbers(pool, 3)) for pool in _items(group)]))
                 for group in _items(fields["pool_groups"])
@@ -357,13 +357,13 @@ class LayerInfo:
     repetitions: Mapping[str, int] = field(default_factory=dict)  # by role, where a buffer has blocks of its own; else 1
 
     def __post_init__(self) -> None:
-        doors.flag(doors.given(self, "recurrent"), "recurrent")
-        object.__setattr__(self, "global_id", doors.at_least(doors.given(self, "global_id"), "global_id", 0))
-        object.__setattr__(self, "kv_heads", doors.at_least(doors.given(self, "kv_heads"), "kv_heads", 0))
-        object.__setattr__(self, "window", doors.at_least_or_none(doors.given(self, "window"), "window", 1))
+        arguments.flag(arguments.given(self, "recurrent"), "recurrent")
+        object.__setattr__(self, "global_id", arguments.at_least(arguments.given(self, "global_id"), "global_id", 0))
+        object.__setattr__(self, "kv_heads", arguments.at_least(arguments.given(self, "kv_heads"), "kv_heads", 0))
+        object.__setattr__(self, "window", arguments.at_least_or_none(arguments.given(self, "window"), "window", 1))
         repetitions: dict[str, int] = {}
-        for role, count in doors.mapping(doors.given(self, "repetitions"), "repetitions", "roles to numbers").items():
-            repetitions[doors.text(role, "a role of repetitions")] = doors.at_least(count, "repetitions", 1)
+        for role, count in arguments.mapping(arguments.given(self, "repetitions"), "repetitions", "roles to numbers").items():
+            repetitions[arguments.text(role, "a role of repetitions")] = arguments.at_least(count, "repetitions", 1)
         object.__setattr__(self, "repetitions", repetitions)
 
 
@@ -380,17 +380,17 @@ def build_page_table(
     Raises ConfigError (a ValueError) for a layer without information, two layers with one global id, a layer group that no
     descriptor names, a tensor rank out of range, or an unknown order of heads.
     """
-    given = doors.instances(descs, PoolGroupDesc, "descs")
-    block_length = doors.at_least(tokens_per_block, "tokens_per_block", 1)
-    rank, size = doors.at_least(tensor_rank, "tensor_rank", 0), doors.at_least(tensor_size, "tensor_size", 1)
+    given = arguments.instances(descs, PoolGroupDesc, "descs")
+    block_length = arguments.at_least(tokens_per_block, "tokens_per_block", 1)
+    rank, size = arguments.at_least(tensor_rank, "tensor_rank", 0), arguments.at_least(tensor_size, "tensor_size", 1)
     if rank >= size:
         raise ConfigError(f"tensor_rank {rank} is out of range: tensor_size is {size}")
-    order = doors.text(head_order, "head_order")
+    order = arguments.text(head_order, "head_order")
     if order not in (TOKENS_FIRST, HEADS_FIRST):
         raise ConfigError(f"head_order {order!r} is unknown: it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
     infos: dict[LayerId, LayerInfo] = {}
-    for layer_id, info in doors.mapping(layers, "layers", "layer ids to LayerInfo").items():
-        infos[doors.whole(layer_id, "a layer id of layers")] = doors.instance(info, LayerInfo, f"layers[{layer_id!r}]")
+    for layer_id, info in arguments.mapping(layers, "layers", "layer ids to LayerInfo").items():
+        infos[arguments.whole(layer_id, "a layer id of layers")] = arguments.instance(info, LayerInfo, f"layers[{layer_id!r}]")
     by_id: dict[int, LayerGroup] = {}
     for position, desc in enumerate(given):
         for variant in desc.slot_desc.variants:
@@ -452,9 +452,9 @@ def page_table_of(
 
     `global_ids`: which layer of the whole model each one is; by default its own id. Raises as `build_page_table`.
     """
-    owner = doors.instance(manager, KVCacheManager, "manager")
+    owner = arguments.instance(manager, KVCacheManager, "manager")
     by_layer = _by_layer(kv_heads, "kv_heads") if isinstance(kv_heads, Mapping) else None
-    heads_of_all = doors.at_least(kv_heads, "kv_heads", 0) if by_layer is None else 0
+    heads_of_all = arguments.at_least(kv_heads, "kv_heads", 0) if by_layer is None else 0
     global_of = None if global_ids is None else _by_layer(global_ids, "global_ids")
     config = owner.init_config
     layers: dict[LayerId, LayerInfo] = {}
@@ -472,14 +472,14 @@ def page_table_of(
 def _by_layer(values: object, name: str) -> dict[int, int]:
     """Numbers by layer."""
     found: dict[int, int] = {}
-    for layer_id, value in doors.mapping(values, name, "layer ids to numbers").items():
-        found[doors.whole(layer_id, f"a layer id of {name}")] = doors.at_least(value, f"{name}[{layer_id!r}]", 0)
+    for layer_id, value in arguments.mapping(values, name, "layer ids to numbers").items():
+        found[arguments.whole(layer_id, f"a layer id of {name}")] = arguments.at_least(value, f"{name}[{layer_id!r}]", 0)
     return found
 
 
 def _slots(values: object, name: str) -> list[int]:
     """Slot ids, negative where a block has none."""
-    return [doors.whole(item, name) for item in doors.items_of(values, name, "slot ids")]
+    return [arguments.whole(item, name) for item in arguments.items_of(values, name, "slot ids")]
 
 
 def virtual_layer_id(model_layer: object, attention_type: object, num_attention_types: object) -> int:
@@ -487,7 +487,10 @@ def virtual_layer_id(model_layer: object, attention_type: object, num_attention_
 
     `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.
     """
-    kind, count = doors.at_least(attention_type, "attention_type", 0), doors.at_least(num_attention_types, "num_attention_types", 1)
+    kind, count = (
+        arguments.at_least(attention_type, "attention_type", 0),
+        arguments.at_least(num_attention_types, "num_attention_types", 1),
+    )
     if kind >= count:
         raise ConfigError(f"attention_type {kind} is out of range: there are {count}")
-    return doors.at_least(model_layer, "model_layer", 0) * count + kind
+    return arguments.at_least(model_layer, "model_layer", 0) * count + kind

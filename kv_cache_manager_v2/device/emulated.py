@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import memmove
 from typing import Final
 
+from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
 from kv_cache_manager_v2.device.cooperative import EagerSchedule, RandomSchedule
 from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
 from kv_cache_manager_v2.device.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
@@ -31,7 +32,6 @@ from kv_cache_manager_v2.device.schedule import (
 )
 from kv_cache_manager_v2.device.transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.device.workers import ThreadSchedule
-from kv_cache_manager_v2.doors import at_least, octets, positive, text, whole
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_cache_manager_v2.doors import at_least, instance, whole
+from kv_cache_manager_v2.arguments import at_least, instance, whole
 from kv_cache_manager_v2.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kv_cache_manager_v2.arguments import instance
 from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.doors import instance
 from kv_cache_manager_v2.ids import CacheTier, LayerGroupId, PoolGroupId
 from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing, plan_levels, structural_slots

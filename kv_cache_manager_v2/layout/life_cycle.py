@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Final
 
-from kv_cache_manager_v2.doors import at_least
+from kv_cache_manager_v2.arguments import at_least
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 

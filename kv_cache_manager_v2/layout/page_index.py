@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 
-from kv_cache_manager_v2.doors import WORD_LIMIT, at_least, each_of, instance, instance_or_none, wholes
+from kv_cache_manager_v2.arguments import WORD_LIMIT, at_least, each_of, instance, instance_or_none, wholes
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, PageIndexMode
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div

@@ -17,7 +17,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from kv_cache_manager_v2.doors import at_least, instance, text, unsigned_or_none
+from kv_cache_manager_v2.arguments import at_least, instance, text, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence, has_digest, pack, unpack
 

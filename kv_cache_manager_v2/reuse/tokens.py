@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.doors import at_least, given, octets, shown, text
+from kv_cache_manager_v2.arguments import at_least, given, octets, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import index
 from typing import SupportsIndex
 
-from kv_cache_manager_v2.doors import whole, wholes
+from kv_cache_manager_v2.arguments import whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack

@@ -6,7 +6,7 @@ is that of the blocks that come, go or fall out of a window, never of the sequen
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.doors import WORD_LIMIT
+from kv_cache_manager_v2.arguments import WORD_LIMIT
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.sequence import scratch

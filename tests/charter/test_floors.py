@@ -14,7 +14,7 @@ SOURCES = Path(__file__).resolve().parent.parent.parent / PACKAGE
 FLOORS = {
     "ids": 0,
     "errors": 0,
-    "doors": 0,
+    "arguments": 0,
     "build": 0,
     "config": 1,
     "listener": 1,

@@ -12,9 +12,9 @@ import pytest
 import kv_cache_manager_v2
 from kv_cache_manager_v2 import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.device.schedule import EmulatedGate
-from tests.doors.scene import Scene
-from tests.doors.stubs import CLASSES, TREES, Door, Parameter, atoms, bases, doors, exported, is_abstract, is_enum, is_record
-from tests.doors.values import INTEGERS, valid, wrong
+from tests.arguments.scene import Scene
+from tests.arguments.stubs import CLASSES, TREES, Door, Parameter, atoms, bases, doors, exported, is_abstract, is_enum, is_record
+from tests.arguments.values import INTEGERS, valid, wrong
 
 # What we call, and users implement: a call of the seam takes what its manager gives it, and is too hot to be asked.
 SEAMS: Final = ("Driver", "CacheListener")

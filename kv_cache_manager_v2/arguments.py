@@ -1,4 +1,4 @@
-"""What is taken where the user hands us something.
+"""Validation of arguments at the public interface.
 
 Rule: a door takes `object`, whatever type the stubs promise, and makes of it what it needs with one of these calls, or raises
 ConfigError with the parameter's name and the value, before anything changes; so the answer to a mistake is the same on both

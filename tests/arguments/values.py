@@ -32,8 +32,8 @@ from kv_cache_manager_v2 import (
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.page_table import LayerInfo
-from tests.doors.scene import Scene, setup
-from tests.doors.stubs import CLASSES, Door, Parameter, atoms
+from tests.arguments.scene import Scene, setup
+from tests.arguments.stubs import CLASSES, Door, Parameter, atoms
 
 Maker = Callable[[Scene], object]
 
@@ -252,7 +252,7 @@ def lookup(table: Mapping[str, Any], door: Door, parameter: Parameter) -> Any:
 
 def valid(scene: Scene, door: Door, parameter: Parameter) -> object:
     maker: Maker | None = lookup(VALID, door, parameter)
-    assert maker is not None, f"tests/doors/values.py does not say what a valid {parameter.name!r} of {door} is"
+    assert maker is not None, f"tests/arguments/values.py does not say what a valid {parameter.name!r} of {door} is"
     return maker(scene)
 
 
@@ -341,7 +341,7 @@ def kinds_of(annotation: str) -> set[str]:
         elif atom in ("object", "Any"):
             found |= {stranger.kind for stranger in STRANGERS}
         else:
-            assert atom in CLASSES, f"tests/doors/values.py does not know the type {atom!r}"
+            assert atom in CLASSES, f"tests/arguments/values.py does not know the type {atom!r}"
     return found
 
 
@@ -390,7 +390,7 @@ def wrong(scene: Scene, door: Door, parameter: Parameter) -> Iterator[object]:
         assert isinstance(special, tuple)
         yield from special
     if parameter.annotation == "object" or (parameter.name == "tokens" and parameter.annotation == "Sequence[int]"):
-        assert parameter.name in OPAQUE, f"tests/doors/values.py does not say what {parameter.name!r} of {door} must not be"
+        assert parameter.name in OPAQUE, f"tests/arguments/values.py does not say what {parameter.name!r} of {door} must not be"
         yield from OPAQUE[parameter.name]
         return
     for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, door, parameter) or frozenset()):
