@@ -23,7 +23,7 @@ from kv_cache_manager_v2.sequence.indices import IndexRow
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Lane, SequenceState
 from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
-from kv_cache_manager_v2.storage.planning import Shortage
+from kv_cache_manager_v2.storage.planner import Shortage
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.manager import KVCacheManager

@@ -56,7 +56,7 @@ from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, Sequenc
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, settle_ended, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
-from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult, resize_levels, resize_quota
+from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 

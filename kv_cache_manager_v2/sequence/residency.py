@@ -14,7 +14,7 @@ from kv_cache_manager_v2.sequence.indices import SlotWriter
 from kv_cache_manager_v2.sequence.private_pages import private_copy
 from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, Lane, SequenceState, Shared
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.planning import Shortage
+from kv_cache_manager_v2.storage.planner import Shortage
 
 
 def live_pages(state: SequenceState) -> list[Page]:

@@ -41,7 +41,7 @@ from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.planning import Shortage
+from kv_cache_manager_v2.storage.planner import Shortage
 
 
 class CacheStatus(IntEnum):

@@ -17,7 +17,7 @@ from mypy_extensions import i64
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
-from kv_cache_manager_v2.storage.waiting import WaitingSlots
+from kv_cache_manager_v2.storage.free_slots import FreeSlots
 
 PROBED_PENDING: Final = 4  # pending slots asked for readiness per allocation: bounds the cost, and one slow user blocks nobody
 
@@ -33,8 +33,8 @@ class SlotAllocator:
         self._taken: vec[bool] = vec[bool]()  # by slot id below `issued`: somebody has it
         self._target = capacity  # no id at or above it is issued; below `capacity` only while shrinking
         self._ready: vec[i64] = vec[i64]()  # free, last user known to be done; a stack, so that low ids are reused
-        self._pending = WaitingSlots()  # free, last user perhaps still running
-        self._aside = WaitingSlots()  # free ids at or above the target of a pending shrink
+        self._pending = FreeSlots()  # free, last user perhaps still running
+        self._aside = FreeSlots()  # free ids at or above the target of a pending shrink
 
     def allocate(self) -> tuple[SlotId, Point]:
         """A slot and the point that its new owner must wait for before touching it. Raises OutOfPagesError if none is free."""
@@ -119,7 +119,7 @@ class SlotAllocator:
             else:
                 self._aside.push(SlotId(ready[index]), NULL_POINT)
         pending = self._pending
-        self._pending = WaitingSlots()
+        self._pending = FreeSlots()
         for index in range(len(pending)):
             slot = pending.slot(index)
             waiting = self._pending if slot < capacity else self._aside
@@ -149,7 +149,7 @@ class SlotAllocator:
         """Block the host until the last user of every free slot is done. O(free slots)."""
         self._wait_for(self._pending)
 
-    def _wait_for(self, slots: WaitingSlots) -> None:
+    def _wait_for(self, slots: FreeSlots) -> None:
         last = NULL_POINT
         for index in range(len(slots)):
             point = slots.point(index)

@@ -27,13 +27,13 @@ from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, P
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
-from kv_cache_manager_v2.storage.copying import Copier, CopyBatch
+from kv_cache_manager_v2.storage.copier import Copier, CopyBatch
+from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
 from kv_cache_manager_v2.storage.levels import Levels
-from kv_cache_manager_v2.storage.moving import Mover
+from kv_cache_manager_v2.storage.mover import Mover
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
 from kv_cache_manager_v2.storage.places import Places
-from kv_cache_manager_v2.storage.planning import Planner, Shortage
-from kv_cache_manager_v2.storage.settling import Settling
+from kv_cache_manager_v2.storage.planner import Planner, Shortage
 
 _log: Final = logging.getLogger(__name__)
 MIN_RING_BYTES: Final = 4 << 20  # of the staging ring, however small the GPU tier is
@@ -62,7 +62,7 @@ class Hierarchy(PageKeeper):
         self._pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.places = Places(driver, layout, sizings, tier_configs)
         self.ring = StagingRing(driver, timeline, _ring_bytes(layout, sizings[0]))
-        self.settling = Settling(driver, timeline, self.ring)
+        self.settling = TransfersInFlight(driver, timeline, self.ring)
         tiers = [sizing.tier for sizing in sizings]
         self.levels = Levels(timeline, tiers, [list(sizing.slots) for sizing in sizings], self.settling)
         self.settling.serve(self.levels.allocators)

@@ -12,9 +12,9 @@ from kv_cache_manager_v2.errors import CorruptedError
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, CacheTier, Point, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
 from kv_cache_manager_v2.storage.eviction import EvictionQueue
+from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
 from kv_cache_manager_v2.storage.kept import KeptPages, remove_kept
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.settling import Settling
 
 
 class Levels:
@@ -24,7 +24,7 @@ class Levels:
     their places. It is empty but within one exchange.
     """
 
-    def __init__(self, timeline: Timeline, tiers: list[CacheTier], slots: list[list[int]], settling: Settling) -> None:
+    def __init__(self, timeline: Timeline, tiers: list[CacheTier], slots: list[list[int]], settling: TransfersInFlight) -> None:
         """slots[level][group] is the number of slots of each pool group."""
         self.num_levels = len(tiers)
         self.parking = len(tiers)

@@ -88,8 +88,8 @@ from kv_cache_manager_v2.reuse.misses import MissCause, MissReport
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import CacheStatus
-from kv_cache_manager_v2.storage.planning import Shortage
-from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult
+from kv_cache_manager_v2.storage.planner import Shortage
+from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 _KVCache = KVCache
 __all__ = [

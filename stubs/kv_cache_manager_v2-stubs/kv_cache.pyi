@@ -9,7 +9,7 @@ from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
 from kv_cache_manager_v2.sequence.state import CacheStatus, SequenceState
-from kv_cache_manager_v2.storage.planning import Shortage
+from kv_cache_manager_v2.storage.planner import Shortage
 
 class KVCache:
     Status: ClassVar[type[CacheStatus]]

@@ -11,7 +11,7 @@ from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.misses import MissReport
 from kv_cache_manager_v2.sequence.state import PriorityCallback
-from kv_cache_manager_v2.storage.resizing import AdjustResult, ResizeResult
+from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")
 

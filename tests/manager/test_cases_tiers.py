@@ -25,7 +25,7 @@ from kv_cache_manager_v2 import (
 from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.device.arenas import HostArena
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
-from kv_cache_manager_v2.storage.copying import PIECE_BYTES
+from kv_cache_manager_v2.storage.copier import PIECE_BYTES
 from tests.manager import inside
 from tests.manager.helpers import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, slot_size, small, toks
 

@@ -15,7 +15,7 @@ from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCache
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from kv_cache_manager_v2.storage.resizing import AdjustResult
+from kv_cache_manager_v2.storage.resize import AdjustResult
 from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match

@@ -11,7 +11,7 @@ from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resizing import ResizeResult, resize_level, resize_levels
+from kv_cache_manager_v2.storage.resize import ResizeResult, resize_level, resize_levels
 from tests.storage.helpers import Rig
 
 

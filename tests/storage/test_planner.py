@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.storage.planning import Shortage, exchange_stalls, rooms, shortfall
+from kv_cache_manager_v2.storage.planner import Shortage, exchange_stalls, rooms, shortfall
 
 
 def test_room_for_held_pages_adds_up_from_below() -> None:

@@ -16,7 +16,7 @@ from kv_cache_manager_v2.ids import Point, SlotId
 COMPACT_FROM: Final = 256  # places left empty at the old end before the rest moves up: each slot moves once at most, on average
 
 
-class WaitingSlots:
+class FreeSlots:
     """A queue that is left near its old end. Every operation is O(1), amortised; positions count from the oldest."""
 
     def __init__(self) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.ids import Point, SlotId
-from kv_cache_manager_v2.storage.waiting import COMPACT_FROM, WaitingSlots
+from kv_cache_manager_v2.storage.free_slots import COMPACT_FROM, FreeSlots
 
 
-def drain_some(waiting: WaitingSlots, model: list[tuple[SlotId, Point]], count: int, near: int) -> None:
+def drain_some(waiting: FreeSlots, model: list[tuple[SlotId, Point]], count: int, near: int) -> None:
     """Take `count` slots, each one of the `near` oldest."""
     for number in range(min(count, len(model))):
         index = min(number % near, len(model) - 1)
@@ -24,7 +24,7 @@ def drain_some(waiting: WaitingSlots, model: list[tuple[SlotId, Point]], count: 
 @given(st.lists(st.tuples(st.integers(0, 3 * COMPACT_FROM), st.integers(0, 3 * COMPACT_FROM), st.integers(1, 4)), max_size=8))
 def test_like_a_list(rounds: list[tuple[int, int, int]]) -> None:
     """Taken near the old end, whose oldest takes the free place; so over many slots, with their memory given back on the way."""
-    waiting = WaitingSlots()
+    waiting = FreeSlots()
     model: list[tuple[SlotId, Point]] = []
     serial = 0
     for pushed, taken, near in rounds:
@@ -43,7 +43,7 @@ def test_like_a_list(rounds: list[tuple[int, int, int]]) -> None:
 
 def test_what_waits_is_nothing_to_the_collector() -> None:
     """A thousand free slots are a few references to walk, to objects that have none themselves."""
-    waiting = WaitingSlots()
+    waiting = FreeSlots()
     for slot in range(1000):
         waiting.push(SlotId(slot), Point(slot + 1))
     found = [each for each in gc.get_referents(waiting) if not isinstance(each, type)]

@@ -32,7 +32,7 @@ class Transfer:
         self.timed_out = False
 
 
-class Settling:
+class TransfersInFlight:
     """The list of transfers in flight. Each operation is O(transfers in flight), and free when there is none."""
 
     def __init__(self, driver: Driver, timeline: Timeline, ring: StagingRing) -> None:

@@ -17,11 +17,11 @@ from typing import Final
 from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NO_SLOT, Point, SlotId
-from kv_cache_manager_v2.storage.copying import Copier, CopyBatch
+from kv_cache_manager_v2.storage.copier import Copier, CopyBatch
 from kv_cache_manager_v2.storage.levels import Levels
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.places import Place
-from kv_cache_manager_v2.storage.planning import GroupPlan, exchange_stalls
+from kv_cache_manager_v2.storage.planner import GroupPlan, exchange_stalls
 
 PARKING_SLOTS: Final = 64  # pages that wait at once: more only makes the rounds longer
 PARKING_BYTES: Final = 8 << 20  # bound of a pool group's parking area, unless a single slot is larger
