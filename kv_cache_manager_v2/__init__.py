@@ -30,7 +30,7 @@ from kv_cache_manager_v2.counters import (
     StorageStatistics,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import (
     AlreadyDroppedError,
     ConfigError,

@@ -11,7 +11,7 @@ import os
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError
 
 DEVICE_VARIABLE: Final = "KVCM_DEVICE"

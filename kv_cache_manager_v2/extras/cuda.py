@@ -11,7 +11,7 @@ from types import ModuleType
 
 from kv_cache_manager_v2.arguments import at_least, function, positive, whole
 from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
-from kv_cache_manager_v2.device.transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
+from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import CudaContext, load_bindings
 from kv_cache_manager_v2.extras.cuda_gates import GateWords

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_PENDING
-from kv_cache_manager_v2.device.transfers import Transfer, TransferPool, move_file_range
+from kv_cache_manager_v2.device.file_transfers import Transfer, TransferPool, move_file_range
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_gates import GateWords, Word
 from kv_cache_manager_v2.extras.cuda_streams import CudaStreams

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.ids import DataRole, LayerId, PageIndexMode

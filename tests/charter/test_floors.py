@@ -21,6 +21,7 @@ FLOORS = {
     "counters": 1,
     "layout": 2,
     "device": 3,
+    "emulated": 3,
     "storage": 4,
     "reuse": 5,
     "sequence": 6,

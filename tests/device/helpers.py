@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kv_cache_manager_v2.device.arenas import ChunkPool, DeviceArena, DiskArena, HostArena
-from kv_cache_manager_v2.device.emulated import GRANULARITY, EmulatedDriver
-from kv_cache_manager_v2.device.schedule import EmulatedGate
+from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
+from kv_cache_manager_v2.emulated.streams import EmulatedGate
 from kv_cache_manager_v2.ids import Stream
 
 SCHEDULES = ("eager", "threads", "random")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
-from kv_cache_manager_v2.device.emulated import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, available_bytes, map_range, populate_range, unmap_range
+from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
 from tests.device.helpers import open_descriptors
 

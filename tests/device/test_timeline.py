@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import CuError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
 from tests.device.helpers import SCHEDULES, Rig, rig

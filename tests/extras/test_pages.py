@@ -12,7 +12,7 @@ import pytest
 
 from kv_cache_manager_v2 import KVCacheManager
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.arrays import pool_array
 from kv_cache_manager_v2.extras.cuda import CudaDriver

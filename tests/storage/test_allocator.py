@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator

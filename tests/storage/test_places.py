@@ -8,8 +8,8 @@ import pytest
 
 from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from kv_cache_manager_v2.counters import MovementCounters
-from kv_cache_manager_v2.device.emulated import EmulatedDriver
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED
-from kv_cache_manager_v2.device.emulated import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, map_range, unmap_range
+from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, OutOfMemoryError
 from kv_cache_manager_v2.ids import Stream
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig

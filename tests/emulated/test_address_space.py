@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.device.driver import GATE_FAILED
-from kv_cache_manager_v2.device.emulated import GRANULARITY, EmulatedDriver
-from kv_cache_manager_v2.device.memory import RangeSet
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, format_bytes, map_range, unmap_range
+from kv_cache_manager_v2.emulated.address_space import RangeSet
+from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import Stream
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig

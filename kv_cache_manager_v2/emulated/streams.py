@@ -15,8 +15,8 @@ from threading import Lock
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_PENDING
-from kv_cache_manager_v2.device.memory import AddressSpace
-from kv_cache_manager_v2.device.transfers import Transfer
+from kv_cache_manager_v2.device.file_transfers import Transfer
+from kv_cache_manager_v2.emulated.address_space import AddressSpace
 
 ALL_STEPS: Final = 1 << 60  # more than any operation has
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from kv_cache_manager_v2.arguments import at_least, at_least_or_none, text
-from kv_cache_manager_v2.device.schedule import EmulatedGate
+from kv_cache_manager_v2.emulated.streams import EmulatedGate
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, KVCacheError, OutOfMemoryError
 
 EFFECT_ERROR: Final = "error"  # the call is refused; a file transfer ends with EIO

@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.schedule import (
+from kv_cache_manager_v2.emulated.streams import (
     EmulatedGate,
 )
 from kv_cache_manager_v2.ids import Stream

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from threading import Condition, Lock, RLock, Thread, get_ident
 
-from kv_cache_manager_v2.device.memory import AddressSpace
-from kv_cache_manager_v2.device.schedule import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
-from kv_cache_manager_v2.device.transfers import TransferPool
+from kv_cache_manager_v2.device.file_transfers import TransferPool
+from kv_cache_manager_v2.emulated.address_space import AddressSpace
+from kv_cache_manager_v2.emulated.streams import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
 from kv_cache_manager_v2.errors import LogicError
 
 

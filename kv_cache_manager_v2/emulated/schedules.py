@@ -10,7 +10,7 @@ from random import Random
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_PENDING
-from kv_cache_manager_v2.device.schedule import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
+from kv_cache_manager_v2.emulated.streams import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
 from kv_cache_manager_v2.errors import LogicError
 
 _IO_WINDOW: Final = 8  # transfers that run at the same time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.device.emulated import DEFAULT_STREAM, EmulatedDriver
+from kv_cache_manager_v2.emulated.driver import DEFAULT_STREAM, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig

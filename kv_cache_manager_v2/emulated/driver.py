@@ -12,11 +12,12 @@ from ctypes import memmove
 from typing import Final
 
 from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
-from kv_cache_manager_v2.device.cooperative import EagerSchedule, RandomSchedule
 from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
-from kv_cache_manager_v2.device.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
-from kv_cache_manager_v2.device.memory import AddressSpace, read_memory, write_memory
-from kv_cache_manager_v2.device.schedule import (
+from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
+from kv_cache_manager_v2.emulated.address_space import AddressSpace, read_memory, write_memory
+from kv_cache_manager_v2.emulated.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
+from kv_cache_manager_v2.emulated.schedules import EagerSchedule, RandomSchedule
+from kv_cache_manager_v2.emulated.streams import (
     CallOperation,
     CopyOperation,
     EmulatedGate,
@@ -30,8 +31,7 @@ from kv_cache_manager_v2.device.schedule import (
     TransferStart,
     TransferWait,
 )
-from kv_cache_manager_v2.device.transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
-from kv_cache_manager_v2.device.workers import ThreadSchedule
+from kv_cache_manager_v2.emulated.threads import ThreadSchedule
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 
