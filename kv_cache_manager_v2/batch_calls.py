@@ -8,8 +8,8 @@ from __future__ import annotations
 from kv_cache_manager_v2.arguments import items_of, shown
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.sequence import batch
-from kv_cache_manager_v2.sequence.state import SequenceState
+from kv_cache_manager_v2.request import batch
+from kv_cache_manager_v2.request.request import Request
 
 
 def resize_batch(caches: object, capacities: object, histories: object = None) -> int:
@@ -31,7 +31,7 @@ def commit_batch(caches: object, tokens: object) -> None:
     batch.commit_all(_states(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
 
 
-def _states(caches: object) -> list[SequenceState]:
+def _states(caches: object) -> list[Request]:
     """Raises ConfigError unless all are caches of one manager."""
     states = [_state(cache) for cache in items_of(caches, "caches", "KVCache objects")]
     for position in range(1, len(states)):
@@ -40,7 +40,7 @@ def _states(caches: object) -> list[SequenceState]:
     return states
 
 
-def _state(cache: object) -> SequenceState:
+def _state(cache: object) -> Request:
     if not isinstance(cache, KVCache):
         raise ConfigError(f"caches hold {shown(cache)}; they must be KVCache objects")
     return cache.state

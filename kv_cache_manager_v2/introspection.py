@@ -21,13 +21,14 @@ from kv_cache_manager_v2.layout.batches import batch_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.request import residency
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.matching import match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
-from kv_cache_manager_v2.sequence import residency
-from kv_cache_manager_v2.sequence.state import CLOSED, Shared
 from kv_cache_manager_v2.storage.page import Page
 
 SAMPLES_ENOUGH: Final = 2001  # closed requests that `force_rebalance_precondition` pretends to have seen
@@ -308,7 +309,7 @@ def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage
 class StagedBlock:
     """A block that a test put into the tree, with real GPU pages of undefined contents. Opaque."""
 
-    def __init__(self, shared: Shared, block: Block) -> None:
+    def __init__(self, shared: ManagerState, block: Block) -> None:
         self.shared = shared
         self.block = block
         self.closed = False

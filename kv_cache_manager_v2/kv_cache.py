@@ -1,4 +1,4 @@
-"""The public handle of one request's cache: a thin state machine over the rooms of `sequence/`.
+"""The public handle of one request's cache: a thin state machine over the rooms of `request/`.
 
 Rule: a method checks, takes the manager's lock if it leaves the request's own state, and calls one room. A step that stays
 inside a block touches a few integers and takes no lock. A request is used by one thread at a time; different requests may be
@@ -16,12 +16,16 @@ from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
+from kv_cache_manager_v2.request import batch, beams, growth, planned_drop, residency, scratch
+from kv_cache_manager_v2.request import commit as committing
+from kv_cache_manager_v2.request import fork as forking
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.page_index_row import PageIndexRow
+from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
+from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.sequence import batch, beams, committing, forking, growth, planned_drops, residency, scratch, upkeep
-from kv_cache_manager_v2.sequence.indices import IndexRow
-from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
-from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Lane, SequenceState
+from kv_cache_manager_v2.sequence import upkeep
 from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 from kv_cache_manager_v2.storage.planner import Shortage
 
@@ -39,7 +43,7 @@ class KVCache:
 
     Status: ClassVar[type[CacheStatus]] = CacheStatus
 
-    def __init__(self, manager: KVCacheManager, state: SequenceState) -> None:
+    def __init__(self, manager: KVCacheManager, state: Request) -> None:
         """Not for users: `KVCacheManager.create_kv_cache` makes caches."""
         self._manager = manager
         self._state = state
@@ -52,7 +56,7 @@ class KVCache:
         self.close()
 
     def __del__(self) -> None:
-        state: SequenceState | None = getattr(self, "_state", None)  # nothing is there yet where the construction failed
+        state: Request | None = getattr(self, "_state", None)  # nothing is there yet where the construction failed
         if state is not None and state.status != CLOSED:
             state.shared.abandoned.append(state)  # the next public call closes it: no work in a finaliser
 
@@ -69,7 +73,7 @@ class KVCache:
     # --- what it is
 
     @property
-    def state(self) -> SequenceState:
+    def state(self) -> Request:
         """Internal: what the manager owns of this request, for `introspection` and tests; no part of the interface."""
         return self._state
 
@@ -247,7 +251,7 @@ class KVCache:
         with self._shared.lock:
             tidy(self._shared)
             self._require_open("plan_committed_block_drop()")
-            return planned_drops.plan(self._state)
+            return planned_drop.plan(self._state)
 
     # --- residency
 
@@ -449,10 +453,10 @@ class KVCache:
         """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
         return instance(mode, PageIndexMode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
 
-    def _row(self, layer_group_id: object, beam_idx: object) -> IndexRow:
+    def _row(self, layer_group_id: object, beam_idx: object) -> PageIndexRow:
         return self._lane(layer_group_id, beam_idx).row
 
-    def _lane(self, layer_group_id: object, beam_idx: object) -> Lane:
+    def _lane(self, layer_group_id: object, beam_idx: object) -> BlockTable:
         beam = self._beam(beam_idx)
         index = whole(layer_group_id, "layer_group_id")
         count = len(self._shared.life_cycles)

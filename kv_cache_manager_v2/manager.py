@@ -1,7 +1,7 @@
 """The manager: wires the rooms of one engine's KV cache together and owns the open requests.
 
 Rule: it decides nothing itself. Memory is split by `layout/sizing`, moved by `storage/`, found again by `reuse/`; a request's
-life is in `sequence/`. Every call that leaves a request's own state first closes the caches whose handles were dropped, and
+life is in `request/`. Every call that leaves a request's own state first closes the caches whose handles were dropped, and
 settles file transfers that ended; one that only looks settles them alone.
 """
 
@@ -45,14 +45,15 @@ from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
+from kv_cache_manager_v2.request import creation, residency
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence import creation, residency
 from kv_cache_manager_v2.sequence.shield import ShieldedListener
-from kv_cache_manager_v2.sequence.state import ACTIVE, PriorityCallback, SequenceState, Shared
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, settle_ended, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -112,7 +113,10 @@ class KVCacheManager(ManagerViews):
         debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
         ledger = Ledger(config.enable_stats, layout, hierarchy)
         super().__init__(
-            config, device, hierarchy, Shared(config, layout, device, timeline, hierarchy, self._tree, self._tuner, ledger, debug)
+            config,
+            device,
+            hierarchy,
+            ManagerState(config, layout, device, timeline, hierarchy, self._tree, self._tuner, ledger, debug),
         )
         self._shared.shield = shield
         self._down = False
@@ -168,7 +172,7 @@ class KVCacheManager(ManagerViews):
         with shared.lock:
             self._require_up("create_kv_cache()")
             tidy(self._shared)
-            state = SequenceState(shared, scope, number, callback)
+            state = Request(shared, scope, number, callback)
             state.text_only = plain
             if counted:
                 if expected is None and tokens is not None:

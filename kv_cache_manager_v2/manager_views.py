@@ -31,7 +31,7 @@ from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_bas
 from kv_cache_manager_v2.layout.pools import BufferId, BufferPlace, PoolGroupDesc
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
 from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.sequence.state import Shared
+from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.sequence.statistics import Ledger
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
@@ -39,7 +39,7 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 class ManagerViews:
     """The read-only half of `KVCacheManager`."""
 
-    def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: Shared) -> None:
+    def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None:
         self._config = config
         self._driver = driver
         self._hierarchy = hierarchy
@@ -48,7 +48,7 @@ class ManagerViews:
         self._ledger: Ledger = shared.ledger
 
     @property
-    def shared(self) -> Shared:
+    def shared(self) -> ManagerState:
         """Internal: the rooms behind this manager, for `introspection` and tests; no part of the interface."""
         return self._shared
 

@@ -3,9 +3,9 @@
 Rule: a request's own counts are *pending* until the engine commits them, so that work that is undone in the same step was never
 counted; movement belongs to the manager and is read as the difference of monotone tables. What is off costs nothing.
 
-Blocks taken by growth since the last commit form a suffix of each lane (`Lane.pending_from`): shrinking takes back exactly those
-that it removes from it. A block is a generation block if the history had reached the expected prompt length when it was taken, else
-it is a missed one; generation does not end, so those blocks form a suffix too (`Lane.generated_from`).
+Blocks taken by growth since the last commit form a suffix of each block table (`BlockTable.pending_from`): shrinking takes back
+exactly those that it removes from it. A block is a generation block if the history had reached the expected prompt length when it
+was taken, else it is a missed one; generation does not end, so those blocks form a suffix too (`BlockTable.generated_from`).
 
 A block counts once for each beam that has a page of its own. What widening copies counts as taken, not as missed. Narrowing takes
 nothing back: those pages were used.

@@ -12,15 +12,16 @@ from typing import Final
 from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
-from kv_cache_manager_v2.sequence.planned_drops import withdraw
-from kv_cache_manager_v2.sequence.residency import close
-from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SequenceState, Shared
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.planned_drop import withdraw
+from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
+from kv_cache_manager_v2.request.residency import close
 from kv_cache_manager_v2.storage.page import Page
 
 _log: Final = logging.getLogger(__name__)
 
 
-def tidy(shared: Shared) -> None:
+def tidy(shared: ManagerState) -> None:
     """Close caches whose handles were dropped, and settle file transfers that ended. The caller holds the lock.
 
     First the peaks: nothing changes between calls, so what the last call left, however it ended, is what is there now. Raises
@@ -40,7 +41,7 @@ def tidy(shared: Shared) -> None:
         shared.ledger.note_peaks()
 
 
-def settle_ended(shared: Shared) -> None:
+def settle_ended(shared: ManagerState) -> None:
     """Before a call that only looks: settle file transfers that ended, so that nobody is told of a page that was lost. The caller
     holds the lock.
 
@@ -54,7 +55,7 @@ def settle_ended(shared: Shared) -> None:
     conclude(shared)
 
 
-def _settle(shared: Shared) -> None:
+def _settle(shared: ManagerState) -> None:
     """Take note of file transfers that ended, and publish or withdraw what waited for them."""
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
@@ -62,12 +63,12 @@ def _settle(shared: Shared) -> None:
         shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
 
 
-def _close_abandoned(shared: Shared) -> None:
+def _close_abandoned(shared: ManagerState) -> None:
     """Close what nobody holds any more. If the device refuses, the next call tries again: whoever calls now has done nothing
     wrong."""
     states = shared.abandoned
     shared.abandoned = []
-    closed: list[SequenceState] = []
+    closed: list[Request] = []
     for state in states:
         if state.status == CLOSED:
             continue
@@ -82,13 +83,13 @@ def _close_abandoned(shared: Shared) -> None:
         warnings.warn(f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=3)
 
 
-def conclude(shared: Shared) -> None:
+def conclude(shared: ManagerState) -> None:
     """After a public call: with debugging on, assert every invariant."""
     if shared.debug:
         check_everything(shared)
 
 
-def commit_stats(state: SequenceState) -> KVCacheStatsDelta:
+def commit_stats(state: Request) -> KVCacheStatsDelta:
     """Move a request's pending counts to the books; what they were."""
     pending = state.pending
     if pending is None:
@@ -103,7 +104,7 @@ def commit_stats(state: SequenceState) -> KVCacheStatsDelta:
     return delta
 
 
-def discard_stats(state: SequenceState) -> None:
+def discard_stats(state: Request) -> None:
     """Forget a request's pending counts."""
     if state.pending is not None:
         state.pending.clear()
@@ -112,7 +113,7 @@ def discard_stats(state: SequenceState) -> None:
         state.shared.ledger.dirty.discard(state.request_id)
 
 
-def check_everything(shared: Shared) -> None:
+def check_everything(shared: ManagerState) -> None:
     """Assert every invariant of every structure, and that the pages' counters are what the open requests account for.
     O(everything)."""
     shared.timeline.check_invariants()
@@ -121,7 +122,7 @@ def check_everything(shared: Shared) -> None:
     check_accounts(shared)
 
 
-def check_accounts(shared: Shared) -> None:
+def check_accounts(shared: ManagerState) -> None:
     """Assert that each request is consistent in itself, and that the counters of all pages equal what requests account for."""
     locks: dict[int, int] = {}
     holds: dict[int, int] = {}
@@ -156,7 +157,7 @@ def check_accounts(shared: Shared) -> None:
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
 
 
-def _check_pins(shared: Shared) -> None:
+def _check_pins(shared: ManagerState) -> None:
     """Assert that blocks are pinned by open requests only, each by those whose path ends there."""
     pins: dict[int, int] = {}
     for state in shared.open.values():
@@ -166,7 +167,7 @@ def _check_pins(shared: Shared) -> None:
         assert block.pins == pins.get(id(block), 0), (block.ordinal, block.pins, pins.get(id(block), 0))
 
 
-def _check_state(state: SequenceState) -> None:
+def _check_state(state: Request) -> None:
     size = state.tokens_per_block
     assert state.committed <= state.history <= state.capacity
     assert state.num_blocks == -(-state.capacity // size)

@@ -83,11 +83,11 @@ from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.page_matching import TransferPlan, match_page_tables
 from kv_cache_manager_v2.page_table import KVCachePageTable, page_table_of
+from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
+from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.misses import MissCause, MissReport
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
-from kv_cache_manager_v2.sequence.planned_drops import PlannedDropHandle
-from kv_cache_manager_v2.sequence.state import CacheStatus
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 

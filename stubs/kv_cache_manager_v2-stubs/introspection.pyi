@@ -7,9 +7,9 @@ from kv_cache_manager_v2.ids import CacheLevel, LifeCycleId, PageStatus, PoolGro
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.sequence.state import Shared
 from kv_cache_manager_v2.storage.page import Page
 
 SAMPLES_ENOUGH: Final = 2001
@@ -71,11 +71,11 @@ def lose_page(manager: KVCacheManager, page: Page) -> None: ...
 def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None: ...
 
 class StagedBlock:
-    shared: Shared
+    shared: ManagerState
     block: Block
     closed: bool
 
-    def __init__(self, shared: Shared, block: Block) -> None: ...
+    def __init__(self, shared: ManagerState, block: Block) -> None: ...
 
 def make_test_block(
     manager: KVCacheManager,

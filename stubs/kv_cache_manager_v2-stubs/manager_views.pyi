@@ -16,13 +16,13 @@ from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter
 from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
 from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.sequence.state import Shared
+from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 class ManagerViews:
-    def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: Shared) -> None: ...
+    def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None: ...
     @property
-    def shared(self) -> Shared: ...
+    def shared(self) -> ManagerState: ...
     @property
     def cache_tier_list(self) -> list[CacheTierConfig]: ...
     @property

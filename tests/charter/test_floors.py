@@ -25,6 +25,7 @@ FLOORS = {
     "storage": 4,
     "reuse": 5,
     "sequence": 6,
+    "request": 6,
 }
 PUBLIC_FACE = 7
 INTERPRETED = {"extras", "cli", "__main__"}  # above everything: nothing compiled may import them by name

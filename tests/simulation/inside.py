@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
 from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.state import Shared
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 from tests.simulation.model import Kind, Token
@@ -25,7 +25,7 @@ class Inside:
 
     def __init__(self, manager: KVCacheManager, driver: EmulatedDriver) -> None:
         self.driver = driver
-        self.shared: Shared = manager.shared
+        self.shared: ManagerState = manager.shared
         self.tree: RadixTree = self.shared.tree
         self.hierarchy: Hierarchy = self.shared.hierarchy
 

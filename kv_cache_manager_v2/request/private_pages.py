@@ -7,11 +7,11 @@ next step.
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.sequence.state import SequenceState
+from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.storage.page import Page
 
 
-def private_copy(state: SequenceState, life_cycle: int, source: Page | None, priority: int) -> Page:
+def private_copy(state: Request, life_cycle: int, source: Page | None, priority: int) -> Page:
     """A locked page of ours with the bytes of `source`, or with undefined bytes if there is none."""
     shared = state.shared
     own = shared.hierarchy.new_page(life_cycle, priority)

@@ -7,19 +7,20 @@ its first resume, and blocks past the history are its own. Only recurrent state 
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import OutOfPagesError
-from kv_cache_manager_v2.sequence.indices import bad_run
-from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.page_index_row import bad_run
+from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 
 
-def fork(state: SequenceState, request_id: int | None) -> SequenceState:
+def fork(state: Request, request_id: int | None) -> Request:
     """A SUSPENDED request with the same committed tokens and history, its capacity cut to the history.
 
     Raises OutOfPagesError, with nothing changed, if recurrent state has to be copied and there is no slot for it.
     """
     shared = state.shared
-    twin = SequenceState(shared, state.scope, request_id, state.priority)
+    twin = Request(shared, state.scope, request_id, state.priority)
     if state.status == ACTIVE:
         _mark_written(state)
     snapshot = _copy_state(state)
@@ -52,7 +53,7 @@ def fork(state: SequenceState, request_id: int | None) -> SequenceState:
     return twin
 
 
-def _share_pages(state: SequenceState, main: Lane, source: Lane, lane: Lane, blocks: int) -> None:
+def _share_pages(state: Request, main: BlockTable, source: BlockTable, lane: BlockTable, blocks: int) -> None:
     """Hold a beam's pages of the first blocks, those that wait for a late commit too; what it shares is in beam 0's lane."""
     for ordinal in range(blocks):
         page = source.pages[ordinal]
@@ -64,7 +65,7 @@ def _share_pages(state: SequenceState, main: Lane, source: Lane, lane: Lane, blo
     lane.row.fill(bad_run(blocks))
 
 
-def _mark_written(state: SequenceState) -> None:
+def _mark_written(state: Request) -> None:
     """What our stream has queued so far is what the fork's stream must wait for."""
     shared = state.shared
     point = shared.timeline.record(state.stream)
@@ -74,14 +75,14 @@ def _mark_written(state: SequenceState) -> None:
                 shared.hierarchy.merge_ready(page, point)
 
 
-def _await_source(state: SequenceState, twin: SequenceState) -> None:
+def _await_source(state: Request, twin: Request) -> None:
     """The copy of the recurrent state is right only if the transfers that still carry its source end well."""
     source = state.recurrences()[state.last_beam].page
     if source is not None and source.transfers > 0:
         twin.await_page(source)
 
 
-def _copy_state(state: SequenceState) -> Page | None:
+def _copy_state(state: Request) -> Page | None:
     """A copy of the live recurrent state, on whatever level has room for it."""
     if state.recurrence is None:
         return None

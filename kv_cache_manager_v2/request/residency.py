@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point, Stream
-from kv_cache_manager_v2.sequence import scratch
-from kv_cache_manager_v2.sequence.committing import stop_committing
-from kv_cache_manager_v2.sequence.indices import SlotWriter
-from kv_cache_manager_v2.sequence.private_pages import private_copy
-from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SUSPENDED, Lane, SequenceState, Shared
+from kv_cache_manager_v2.request import scratch
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.commit import stop_committing
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.page_index_row import SlotWriter
+from kv_cache_manager_v2.request.private_pages import private_copy
+from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, Request
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
 
-def live_pages(state: SequenceState) -> list[Page]:
+def live_pages(state: Request) -> list[Page]:
     """The pages that the next step may read, in block order, life cycle by life cycle."""
     live: list[Page] = []
     for lane in state.lanes:
@@ -36,7 +38,7 @@ def live_pages(state: SequenceState) -> list[Page]:
     return live
 
 
-def pages_by_level(state: SequenceState) -> list[list[int]]:
+def pages_by_level(state: Request) -> list[list[int]]:
     """The live pages counted by life cycle, then by the level that they are on now. O(blocks)."""
     counts = [[0] * state.shared.hierarchy.num_levels for _life_cycle in state.shared.life_cycles]
     for page in live_pages(state):
@@ -44,7 +46,7 @@ def pages_by_level(state: SequenceState) -> list[list[int]]:
     return counts
 
 
-def resume(state: SequenceState) -> bool:
+def resume(state: Request) -> bool:
     """Bring every live page to the GPU and lock it; False, with nothing changed but `last_shortage`, if that cannot be done now.
 
     The first resume copies a partly matched last block into slots of its own, so that the tree never sees our writes.
@@ -98,7 +100,7 @@ def resume(state: SequenceState) -> bool:
     return True
 
 
-def _claim(state: SequenceState, need: list[int], pages: list[Page], shortage: Shortage) -> Shortage | None:
+def _claim(state: Request, need: list[int], pages: list[Page], shortage: Shortage) -> Shortage | None:
     """Take what the first resume would copy, the partly matched last block and the snapshot, out of the tree instead, where it is
     cached for nobody but us: there is no room for both source and copy, and never will be. On a Shortage nothing has changed."""
     claimed: list[Page] = []
@@ -131,7 +133,7 @@ def _claim(state: SequenceState, need: list[int], pages: list[Page], shortage: S
     return None
 
 
-def _tail_is_ours(state: SequenceState) -> bool:
+def _tail_is_ours(state: Request) -> bool:
     for lane in state.lanes:
         source = lane.pages[-1]
         if source is not None and not _only_ours(source):
@@ -144,7 +146,7 @@ def _only_ours(page: Page) -> bool:
     return page.holds == 1 and page.locks == 0
 
 
-def _closed_gate(shared: Shared) -> Shortage | None:
+def _closed_gate(shared: ManagerState) -> Shortage | None:
     """A GPU pool group that is used beyond `max_util_for_resume`: who runs there needs what is left to go on."""
     hierarchy = shared.hierarchy
     for group in range(shared.layout.num_pool_groups):
@@ -154,7 +156,7 @@ def _closed_gate(shared: Shared) -> Shortage | None:
     return None
 
 
-def _wait_for_all(state: SequenceState, pages: list[Page]) -> None:
+def _wait_for_all(state: Request, pages: list[Page]) -> None:
     """Our stream waits until the bytes of each page are there."""
     shared = state.shared
     waited: Point = NULL_POINT
@@ -166,7 +168,7 @@ def _wait_for_all(state: SequenceState, pages: list[Page]) -> None:
             state.await_page(page)
 
 
-def _add_slots_to_start(state: SequenceState, need: list[int]) -> None:
+def _add_slots_to_start(state: Request, need: list[int]) -> None:
     """Add the slots, by pool group, that the first resume takes: the private copy of a partly matched block, and the live state."""
     if state.borrowed_tail:
         for lane in state.lanes:
@@ -177,7 +179,7 @@ def _add_slots_to_start(state: SequenceState, need: list[int]) -> None:
         need[recurrence.pool_group] += 1
 
 
-def _start_private(state: SequenceState) -> None:
+def _start_private(state: Request) -> None:
     """First resume: give the request slots of its own for what it will write, filled in our stream's order.
 
     All or nothing: if the device refuses a copy, the slots taken are given back and the error is passed on.
@@ -222,7 +224,7 @@ def _start_private(state: SequenceState) -> None:
         recurrence.borrowed = False
 
 
-def _count_copy(state: SequenceState, source: Page) -> None:
+def _count_copy(state: Request, source: Page) -> None:
     """A partly matched block was copied: it would have been missed if the tree has dropped it since."""
     pending = state.pending
     if pending is None or not state.shared.life_cycles[source.life_cycle].is_attention:
@@ -234,7 +236,7 @@ def _count_copy(state: SequenceState, source: Page) -> None:
     state.mark_dirty()
 
 
-def _write_row(lane: Lane, history: int) -> None:
+def _write_row(lane: BlockTable, history: int) -> None:
     """Publish the slot ids of a lane's live pages."""
     beg, end = lane.stale(history)
     slots = SlotWriter()
@@ -243,7 +245,7 @@ def _write_row(lane: Lane, history: int) -> None:
     lane.row.fill(slots.values())
 
 
-def suspend(state: SequenceState) -> None:
+def suspend(state: Request) -> None:
     """Turn every lock into a hold. Needs no room anywhere: pages stay where they are until somebody needs their slots."""
     shared = state.shared
     _suspend_at(state, shared.timeline.record(state.stream))
@@ -251,7 +253,7 @@ def suspend(state: SequenceState) -> None:
         shared.ledger.suspended += 1
 
 
-def _suspend_at(state: SequenceState, point: Point) -> None:
+def _suspend_at(state: Request, point: Point) -> None:
     for lane in state.lanes:
         lane.row.detach()
         lane.row.blank()
@@ -261,7 +263,7 @@ def _suspend_at(state: SequenceState, point: Point) -> None:
     state.status = SUSPENDED
 
 
-def change_stream(state: SequenceState, stream: Stream) -> None:
+def change_stream(state: Request, stream: Stream) -> None:
     """Use another stream from now on, which waits for the one before. Raises, with nothing changed, for one that there is not."""
     timeline = state.shared.timeline
     timeline.record(stream)
@@ -274,7 +276,7 @@ def change_stream(state: SequenceState, stream: Stream) -> None:
     state.stream_set = True
 
 
-def is_loaded(state: SequenceState) -> bool:
+def is_loaded(state: Request) -> bool:
     """Whether every live page is on the GPU with its bytes in place: a stream that resumes now waits for nothing. Never blocks."""
     shared = state.shared
     for page in live_pages(state):
@@ -283,7 +285,7 @@ def is_loaded(state: SequenceState) -> bool:
     return True
 
 
-def prefetch(state: SequenceState, level: int) -> bool:
+def prefetch(state: Request, level: int) -> bool:
     """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has no room."""
     hierarchy = state.shared.hierarchy
     if not 0 <= level < hierarchy.num_levels:
@@ -301,7 +303,7 @@ def prefetch(state: SequenceState, level: int) -> bool:
     return shortage is None
 
 
-def close(state: SequenceState) -> None:
+def close(state: Request) -> None:
     """Publish what may be published and give up every page, last block first, so that the tail is evicted first. Idempotent."""
     if state.status == CLOSED:
         return
@@ -339,7 +341,7 @@ def close(state: SequenceState) -> None:
         shared.ledger.dirty.discard(state.request_id)
 
 
-def _leave_stream(state: SequenceState) -> None:
+def _leave_stream(state: Request) -> None:
     """The stream of a running request is gone, or the device fails: wait until nothing is under way, and do without the stream.
 
     If not even that can be had, nobody knows what was written: nothing more is published.
@@ -351,7 +353,7 @@ def _leave_stream(state: SequenceState) -> None:
     _suspend_at(state, NULL_POINT)
 
 
-def _give_up_pages(state: SequenceState, point: Point) -> None:
+def _give_up_pages(state: Request, point: Point) -> None:
     """Unlock or release all pages, the last block's first; `point` is the end of our work on them."""
     hierarchy = state.shared.hierarchy
     active = state.status == ACTIVE

@@ -12,7 +12,7 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
 
-class Recurrence:
+class RecurrentState:
     """The live state of one request: locked while ACTIVE, held while SUSPENDED, None before the first resume without a match."""
 
     def __init__(self, life_cycle: LifeCycle, pool_group: int) -> None:

@@ -7,8 +7,9 @@ from types import GetSetDescriptorType
 from kv_cache_manager_v2 import KVCache, ReuseScope
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.ids import PRIORITY_DEFAULT
-from kv_cache_manager_v2.sequence.recurrent import Recurrence
-from kv_cache_manager_v2.sequence.state import Lane, SequenceState
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.recurrent_state import RecurrentState
+from kv_cache_manager_v2.request.request import Request
 from tests.manager.engine import Token
 from tests.manager.helpers import Rig, hybrid, toks
 
@@ -70,7 +71,7 @@ def fields(thing: object) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("__") and isinstance(getattr(kind, name), GetSetDescriptorType)}
 
 
-def state_of(rig: Rig, cache: KVCache) -> SequenceState:
+def state_of(rig: Rig, cache: KVCache) -> Request:
     (state,) = [state for state in rig.manager.shared.open.values() if state.request_id == cache.id]
     return state
 
@@ -108,8 +109,8 @@ def test_every_field_says_what_a_fork_has_of_it() -> None:
         assert fields(state) == COPIED | set(DERIVED) | set(FRESH)
         assert fields(state.lanes[0]) == LANE_COPIED | set(LANE_DERIVED) | set(LANE_FRESH)
         assert fields(recurrence) == RECURRENCE_COPIED | set(RECURRENCE_DERIVED) | set(RECURRENCE_FRESH)
-        assert isinstance(state.lanes[0], Lane)
-        assert isinstance(recurrence, Recurrence)
+        assert isinstance(state.lanes[0], BlockTable)
+        assert isinstance(recurrence, RecurrentState)
 
 
 def test_a_fork_has_what_is_copied() -> None:

@@ -12,20 +12,21 @@ from typing import SupportsIndex
 from kv_cache_manager_v2.arguments import whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
+from kv_cache_manager_v2.request import commit as committing
+from kv_cache_manager_v2.request import growth
+from kv_cache_manager_v2.request.beams import choose_beams
+from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
-from kv_cache_manager_v2.sequence import committing, growth
-from kv_cache_manager_v2.sequence.beams import choose_beams
-from kv_cache_manager_v2.sequence.state import ACTIVE, CLOSED, SequenceState
 from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 
 
-def resize(state: SequenceState, capacity: int | None, history: int | None) -> bool:
+def resize(state: Request, capacity: int | None, history: int | None) -> bool:
     """`KVCache.resize` where it leaves the request's own state."""
     with state.shared.lock:
         return _resize(state, capacity, history)
 
 
-def _resize(state: SequenceState, capacity: int | None, history: int | None) -> bool:
+def _resize(state: Request, capacity: int | None, history: int | None) -> bool:
     """Lock held."""
     shared = state.shared
     tidy(shared)
@@ -39,21 +40,21 @@ def _resize(state: SequenceState, capacity: int | None, history: int | None) -> 
     return done
 
 
-def commit(state: SequenceState, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
+def commit(state: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
     with state.shared.lock:
         tidy(state.shared)
         _commit(state, tokens, beam_indices, is_end)
 
 
-def commit_token(state: SequenceState, token: int) -> None:
+def commit_token(state: Request, token: int) -> None:
     """`KVCache.commit([token])`."""
     if not committing.append_inside_block(state, token):
         with state.shared.lock:
             _commit_token(state, token, NULL_POINT)
 
 
-def _commit_token(state: SequenceState, token: int, point: Point) -> Point:
+def _commit_token(state: Request, token: int, point: Point) -> Point:
     """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
     held."""
     tidy(state.shared)
@@ -67,7 +68,7 @@ def _commit_token(state: SequenceState, token: int, point: Point) -> Point:
     return point
 
 
-def _commit(state: SequenceState, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
+def _commit(state: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """Lock held, and tidy."""
     if tokens.num_tokens > 0:
         state.require(ACTIVE, "commit()")
@@ -87,7 +88,7 @@ def _beam_list(indices: object) -> list[int] | None:
     return None if indices is None else wholes(indices, "beam_search_indices", 0)
 
 
-def resize_all(states: list[SequenceState], capacities: list[object], histories: list[object] | None) -> int:
+def resize_all(states: list[Request], capacities: list[object], histories: list[object] | None) -> int:
     """Resize from the front until one is short of pages; how many were done."""
     count = len(states)
     if len(capacities) != count or (histories is not None and len(histories) != count):
@@ -114,7 +115,7 @@ def resize_all(states: list[SequenceState], capacities: list[object], histories:
     return count
 
 
-def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
+def commit_all(states: list[Request], tokens: list[object]) -> None:
     """Commit to each request in order; an int stands for a list of that one token."""
     count = len(states)
     if len(tokens) != count:
@@ -147,7 +148,7 @@ def commit_all(states: list[SequenceState], tokens: list[object]) -> None:
             raise
 
 
-def _say_whose(error: KVCacheError, state: SequenceState, position: int) -> None:
+def _say_whose(error: KVCacheError, state: Request, position: int) -> None:
     """An error of a batch says of which request it speaks; those before it are done."""
     named = f" (id {state.request_id})" if state.request_id is not None else ""
     error.args = (f"caches[{position}]{named}: {error.args[0] if error.args else error}", *error.args[1:])

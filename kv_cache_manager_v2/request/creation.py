@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.counters import SsmSnapshotIterationStatsDelta
 from kv_cache_manager_v2.ids import GPU_LEVEL
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.page_index_row import bad_run
+from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.matching import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
-from kv_cache_manager_v2.sequence.indices import bad_run
-from kv_cache_manager_v2.sequence.state import Lane, SequenceState
 from kv_cache_manager_v2.sequence.statistics import PendingStats
 
 
-def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
+def take_up(state: Request, match: Match, tokens: TokenSequence) -> None:
     """Start a new request from a match: hold the pages that it needs, none of them moved, and stand SUSPENDED at its length."""
     shared = state.shared
     count = match.num_tokens
@@ -50,7 +51,7 @@ def take_up(state: SequenceState, match: Match, tokens: TokenSequence) -> None:
     shared.tuner.sample_reused(count)
 
 
-def _matched_priorities(state: SequenceState, match: Match) -> list[list[int]]:
+def _matched_priorities(state: Request, match: Match) -> list[list[int]]:
     """The callback's priority of each page that the match gives, lane by lane; empty without a callback. Changes nothing."""
     if state.priority is None:
         return []
@@ -65,7 +66,7 @@ def _matched_priorities(state: SequenceState, match: Match) -> list[list[int]]:
     return priorities
 
 
-def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: list[int]) -> tuple[int, int]:
+def _hold_matched(state: Request, lane: BlockTable, match: Match, priorities: list[int]) -> tuple[int, int]:
     """Hold the pages of one life cycle that are not stale at the matched length; how many, and how many of them are not on the
     GPU."""
     hierarchy = state.shared.hierarchy
@@ -86,7 +87,7 @@ def _hold_matched(state: SequenceState, lane: Lane, match: Match, priorities: li
     return held, cold
 
 
-def _credit_levels(state: SequenceState, cold: int) -> None:
+def _credit_levels(state: Request, cold: int) -> None:
     """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
 
     A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU. Without attention it is the
@@ -108,7 +109,7 @@ def _credit_levels(state: SequenceState, cold: int) -> None:
         state.cached_tokens_by_level[level] += min(size, state.committed - ordinal * size)
 
 
-def _count_reuse(state: SequenceState, pending: PendingStats, match: Match, held: list[int], cold: int) -> None:
+def _count_reuse(state: Request, pending: PendingStats, match: Match, held: list[int], cold: int) -> None:
     """Count the blocks that the match saved, by the level of their pages, and the look-up of a snapshot.
 
     `held` pages by lane, `cold` ones of all lanes that are not on the GPU.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from kv_cache_manager_v2.arguments import WORD_LIMIT
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
-from kv_cache_manager_v2.sequence import scratch
-from kv_cache_manager_v2.sequence.indices import SlotWriter
-from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.request import scratch
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.page_index_row import SlotWriter
+from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.storage.page import Page
 
 
-def stay_inside_block(state: SequenceState, capacity: int) -> bool:
+def stay_inside_block(state: Request, capacity: int) -> bool:
     """The decode step: a capacity that needs the blocks that there are. False, nothing changed, if it is not that simple."""
     if (
         state.steady_above < capacity <= state.steady_to
@@ -34,7 +35,7 @@ def stay_inside_block(state: SequenceState, capacity: int) -> bool:
     return False
 
 
-def add_blocks(state: SequenceState, capacity: int) -> bool:
+def add_blocks(state: Request, capacity: int) -> bool:
     """The decode step that needs another block, or more: there are free slots, nothing leaves and nobody is asked. False, nothing
     changed, if it is not that simple.
 
@@ -69,7 +70,7 @@ def add_blocks(state: SequenceState, capacity: int) -> bool:
     return True
 
 
-def resize(state: SequenceState, capacity: int, history: int) -> bool:
+def resize(state: Request, capacity: int, history: int) -> bool:
     """Move to these lengths; False, with nothing changed but `last_shortage`, if the pages cannot be had.
 
     Raises ConfigError for lengths that can never be right. After a failure of the device that is raised, the history may have
@@ -107,7 +108,7 @@ def resize(state: SequenceState, capacity: int, history: int) -> bool:
     return True
 
 
-def advance_history(state: SequenceState, history: int, point: Point) -> None:
+def advance_history(state: Request, history: int, point: Point) -> None:
     """Settle tokens: pages that fall out of a window go, scratch that is no longer needed too. Needs no page.
 
     `point` is the end of our work on them.
@@ -119,7 +120,7 @@ def advance_history(state: SequenceState, history: int, point: Point) -> None:
     state.set_history(history)
 
 
-def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], spans: list[tuple[int, int]], history: int) -> bool:
+def _make_room(state: Request, need: list[int], leaving: list[Leaving], spans: list[tuple[int, int]], history: int) -> bool:
     """Let go of what the new lengths do not need and free the slots that they do, or change nothing.
 
     What leaves counts as room for what comes: a window that slides needs no more pages than it has.
@@ -153,7 +154,7 @@ def _make_room(state: SequenceState, need: list[int], leaving: list[Leaving], sp
     return True
 
 
-def _stand_at(state: SequenceState, history: int) -> None:
+def _stand_at(state: Request, history: int) -> None:
     """The device failed when pages had been let go: the history has advanced all the same. With scratch reuse, where blocks behind
     the history may have lost their pages too, the capacity is cut to it."""
     state.set_history(history)
@@ -163,7 +164,7 @@ def _stand_at(state: SequenceState, history: int) -> None:
         state.set_capacity(history)
 
 
-def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: list[Page]) -> int:
+def _staying(state: Request, group: int, leaving: list[Leaving], given: list[Page]) -> int:
     """GPU slots of a pool group that the request itself goes on using: no eviction gets those. O(blocks), on a shortage only."""
     count = 0
     for lane in state.lanes:
@@ -185,7 +186,7 @@ def _staying(state: SequenceState, group: int, leaving: list[Leaving], given: li
     return count
 
 
-def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int, int]], point: Point) -> None:
+def _let_go(state: Request, leaving: list[Leaving], spans: list[tuple[int, int]], point: Point) -> None:
     """Unlock pages that fell out of a window or whose block lies in scratch now, and give back scratch slots; `point` is the end of
     our work on them.
 
@@ -202,7 +203,7 @@ def _let_go(state: SequenceState, leaving: list[Leaving], spans: list[tuple[int,
     scratch.give_back(state, spans, point)
 
 
-def check_lengths(state: SequenceState, capacity: int, history: int) -> None:
+def check_lengths(state: Request, capacity: int, history: int) -> None:
     """Raise ConfigError unless history <= capacity and the history does not go back."""
     if history < state.history:
         raise ConfigError(f"history_length {history} is below the present {state.history}: settled tokens cannot be unsettled")
@@ -217,14 +218,14 @@ def check_lengths(state: SequenceState, capacity: int, history: int) -> None:
 class Leaving:
     """A locked page that the new lengths do not need: it falls out of its window, or its block lies in scratch now."""
 
-    def __init__(self, lane: Lane, ordinal: int, page: Page, stays_held: bool) -> None:
+    def __init__(self, lane: BlockTable, ordinal: int, page: Page, stays_held: bool) -> None:
         self.lane = lane
         self.ordinal = ordinal
         self.page = page
         self.stays_held = stays_held  # it waits for its block's commit
 
 
-def pages_leaving(state: SequenceState, history: int) -> list[Leaving]:
+def pages_leaving(state: Request, history: int) -> list[Leaving]:
     """The locked pages that fall out of a window when `history` tokens are settled."""
     leaving: list[Leaving] = []
     if history < state.next_stale:
@@ -239,7 +240,7 @@ def pages_leaving(state: SequenceState, history: int) -> list[Leaving]:
     return leaving
 
 
-def _pages_for_scratch(state: SequenceState, spans: list[tuple[int, int]]) -> list[Leaving]:
+def _pages_for_scratch(state: Request, spans: list[tuple[int, int]]) -> list[Leaving]:
     """Pages of blocks that the scratch range has grown over: what is written there next goes to scratch."""
     leaving: list[Leaving] = []
     for number, (beg, end) in enumerate(spans):
@@ -251,12 +252,12 @@ def _pages_for_scratch(state: SequenceState, spans: list[tuple[int, int]]) -> li
     return leaving
 
 
-def _stays_held(state: SequenceState, ordinal: int) -> bool:
+def _stays_held(state: Request, ordinal: int) -> bool:
     """Whether a stale page still waits for its block's commit."""
     return state.commit_allowed and not state.shared.commit_min_snapshot and ordinal >= len(state.path)
 
 
-def _check_room(state: SequenceState, blocks: int) -> None:
+def _check_room(state: Request, blocks: int) -> None:
     for lane in state.lanes:
         room = lane.row.room()
         if room < blocks:
@@ -265,7 +266,7 @@ def _check_room(state: SequenceState, blocks: int) -> None:
             )
 
 
-def _add_new_blocks(state: SequenceState, need: list[int], history: int, blocks: int, spans: list[tuple[int, int]]) -> None:
+def _add_new_blocks(state: Request, need: list[int], history: int, blocks: int, spans: list[tuple[int, int]]) -> None:
     """Add the slots for the new blocks, by pool group: none for blocks that are stale already, or lie in scratch."""
     for number, lane in enumerate(state.lanes):
         beg, end = lane.life_cycle.stale(history)
@@ -276,7 +277,7 @@ def _add_new_blocks(state: SequenceState, need: list[int], history: int, blocks:
         need[lane.pool_group] += max(0, blocks - state.num_blocks - absent)
 
 
-def _new_priorities(state: SequenceState, blocks: int, need: list[int]) -> list[int]:
+def _new_priorities(state: Request, blocks: int, need: list[int]) -> list[int]:
     """The callback's priority of each new page, lane by lane; empty without a callback.
 
     Asked before anything changes, and not for a length that can never be had: it may be far off.
@@ -293,7 +294,7 @@ def _new_priorities(state: SequenceState, blocks: int, need: list[int]) -> list[
     return priorities
 
 
-def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> list[int]:
+def _grow(state: Request, blocks: int, priorities: list[int], spans: list[tuple[int, int]]) -> list[int]:
     """Add blocks, whose slots have been made free: one locked page a lane, none where the block is stale or lies in scratch.
 
     Returns the pages taken, by lane; empty if there are no blocks to add.
@@ -319,7 +320,7 @@ def _grow(state: SequenceState, blocks: int, priorities: list[int], spans: list[
     return counts
 
 
-def _take_back(state: SequenceState) -> None:
+def _take_back(state: Request) -> None:
     """The device failed while blocks were added: they go again."""
     for lane in state.lanes:
         lane.row.truncate(state.num_blocks)
@@ -329,12 +330,12 @@ def _take_back(state: SequenceState) -> None:
                 state.shared.hierarchy.unlock(page, NULL_POINT)
 
 
-def _add_page(state: SequenceState, lane: Lane, priority: int) -> None:
+def _add_page(state: Request, lane: BlockTable, priority: int) -> None:
     """One more block of a lane, in a slot that has been made free."""
     lane.row.append(_new_page(state, lane, priority).slot)
 
 
-def _add_pages(state: SequenceState, lane: Lane, count: int) -> None:
+def _add_pages(state: Request, lane: BlockTable, count: int) -> None:
     """As `_add_page`, for several blocks at the default priority: the row grows at once."""
     if count == 1:
         _add_page(state, lane, PRIORITY_DEFAULT)
@@ -345,7 +346,7 @@ def _add_pages(state: SequenceState, lane: Lane, count: int) -> None:
     lane.row.extend(slots.values())
 
 
-def _new_page(state: SequenceState, lane: Lane, priority: int) -> Page:
+def _new_page(state: Request, lane: BlockTable, priority: int) -> Page:
     """A lane's next page; our stream waits until the last user of its slot is done."""
     page = state.shared.hierarchy.new_page(lane.index, priority)
     lane.pages.append(page)
@@ -354,7 +355,7 @@ def _new_page(state: SequenceState, lane: Lane, priority: int) -> Page:
     return page
 
 
-def _shrink(state: SequenceState, blocks: int) -> None:
+def _shrink(state: Request, blocks: int) -> None:
     """Give up the trailing blocks, the last one first."""
     hierarchy = state.shared.hierarchy
     point = state.shared.timeline.record(state.stream)

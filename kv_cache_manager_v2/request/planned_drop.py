@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import AlreadyDroppedError, LogicError
 from kv_cache_manager_v2.ids import PageStatus
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.matching import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.sequence.state import SequenceState, Shared
 from kv_cache_manager_v2.storage.page import Page
 
 
 class PlannedDropHandle:
     """The pages that one committed endpoint keeps alive beyond what longer matches need. Discarding it applies the drop."""
 
-    def __init__(self, shared: Shared, pages: list[Page]) -> None:
+    def __init__(self, shared: ManagerState, pages: list[Page]) -> None:
         """Not for users: `KVCache.plan_committed_block_drop` makes handles."""
         self._shared = shared
         self._pages = pages
@@ -48,7 +49,7 @@ class PlannedDropHandle:
             withdraw(self._shared, pages)
 
 
-def withdraw(shared: Shared, pages: list[Page]) -> None:
+def withdraw(shared: ManagerState, pages: list[Page]) -> None:
     """One plan less for each page; those with none left are dropped if nobody uses them."""
     for page in pages:
         page.plans -= 1
@@ -56,7 +57,7 @@ def withdraw(shared: Shared, pages: list[Page]) -> None:
             shared.tree.drop_page(page)
 
 
-def plan(state: SequenceState) -> PlannedDropHandle | None:
+def plan(state: Request) -> PlannedDropHandle | None:
     """A handle on the pages that only a request starting at exactly the committed length needs; None if it could not start there.
 
     Raises LogicError while committing goes on.
@@ -73,7 +74,7 @@ def plan(state: SequenceState) -> PlannedDropHandle | None:
     return PlannedDropHandle(shared, _planned_pages(shared, found))
 
 
-def _planned_pages(shared: Shared, found: Match) -> list[Page]:
+def _planned_pages(shared: ManagerState, found: Match) -> list[Page]:
     """Window pages that are not stale at the endpoint, sinks left out, and the snapshot at the endpoint."""
     pages: list[Page] = []
     last = found.blocks[-1]

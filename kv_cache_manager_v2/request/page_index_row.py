@@ -44,7 +44,7 @@ class SlotWriter:
         return entries
 
 
-class IndexRow:
+class PageIndexRow:
     """Base page indices of one life cycle and beam, in an array of ours or in the engine's own int32 buffer.
 
     Ours has exactly one entry a block. The engine's may be longer: entries past the last block are BAD.

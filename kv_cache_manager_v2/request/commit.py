@@ -12,16 +12,17 @@ from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, PRIORITY_DEFAULT, TOKEN_ID_LIMIT, Point
+from kv_cache_manager_v2.request.beams import exchange_beams, settle_block
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.growth import advance_history
+from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
-from kv_cache_manager_v2.sequence.beams import exchange_beams, settle_block
-from kv_cache_manager_v2.sequence.growth import advance_history
-from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
 from kv_cache_manager_v2.storage.page import Page
 
 
-def check_commit(state: SequenceState, count: int) -> None:
+def check_commit(state: Request, count: int) -> None:
     """Raise unless `count` more tokens may be committed now; changes nothing."""
     if not state.commit_allowed:
         raise LogicError("Cannot commit tokens after stop_committing()")
@@ -35,7 +36,7 @@ def check_commit(state: SequenceState, count: int) -> None:
         )
 
 
-def append_inside_block(state: SequenceState, token: int) -> bool:
+def append_inside_block(state: Request, token: int) -> bool:
     """The decode step: one id that fills no block, moves no window and frees no scratch slot. False, nothing changed, if it is not
     that simple."""
     after = state.committed + 1
@@ -50,7 +51,7 @@ def append_inside_block(state: SequenceState, token: int) -> bool:
     return True
 
 
-def takes_one(state: SequenceState, token: int) -> bool:
+def takes_one(state: Request, token: int) -> bool:
     """Whether this id can be committed by `commit_one`: no beams, no snapshots, nothing in doubt, and no error to report."""
     return (
         state.status == ACTIVE
@@ -64,7 +65,7 @@ def takes_one(state: SequenceState, token: int) -> bool:
     )
 
 
-def commit_one(state: SequenceState, token: int, point: Point) -> None:
+def commit_one(state: Request, token: int, point: Point) -> None:
     """Does what `commit` does with a single id that it takes; `point` is the end of our work up to now. Lock held."""
     after = state.committed + 1
     history = max(state.history, after)
@@ -79,7 +80,7 @@ def commit_one(state: SequenceState, token: int, point: Point) -> None:
     _release_stale(state, ordinal, len(state.path))
 
 
-def _end_block(state: SequenceState, token: int, ordinal: int, history: int, point: Point) -> None:
+def _end_block(state: Request, token: int, ordinal: int, history: int, point: Point) -> None:
     """The last block is full with this id."""
     tip = state.tip
     parent = _parent(state)
@@ -95,7 +96,7 @@ def _end_block(state: SequenceState, token: int, ordinal: int, history: int, poi
     state.tip = parent
 
 
-def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end: bool) -> None:
+def commit(state: Request, tokens: TokenSequence, beams: list[int], is_end: bool) -> None:
     """Append tokens to the committed ones and publish every block that they fill. The caller has checked `check_commit`.
 
     `beams`: the beam of each block touched, from `choose_beams`; empty at width 1.
@@ -133,7 +134,7 @@ def commit(state: SequenceState, tokens: TokenSequence, beams: list[int], is_end
         _snapshot(state, state_priority)
 
 
-def _append_tail(state: SequenceState, tokens: TokenSequence, beg: int) -> None:
+def _append_tail(state: Request, tokens: TokenSequence, beg: int) -> None:
     """Keep the tokens from position `beg` of the request on, those past its last full block, as the tail."""
     offset = beg - state.committed  # position of `beg` in `tokens`
     if offset <= 0:
@@ -143,7 +144,7 @@ def _append_tail(state: SequenceState, tokens: TokenSequence, beg: int) -> None:
         state.tail.write(tokens.slice_bytes(offset, tokens.num_tokens))
 
 
-def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, history: int, point: Point, beams: list[int]) -> None:
+def _publish_blocks(state: Request, tokens: TokenSequence, full: int, history: int, point: Point, beams: list[int]) -> None:
     """Insert the blocks up to `full` below our tip, adopting identical ones."""
     size = state.tokens_per_block
     tree = state.shared.tree
@@ -170,7 +171,7 @@ def _publish_blocks(state: SequenceState, tokens: TokenSequence, full: int, hist
     state.tip = parent
 
 
-def _enter_block(state: SequenceState, parent: Block, data: bytes, ordinal: int, history: int, point: Point) -> Block:
+def _enter_block(state: Request, parent: Block, data: bytes, ordinal: int, history: int, point: Point) -> Block:
     """The block of our next full one's tokens, with our pages or those of whoever committed it first; returns what the next is to
     be put under. Where what we build on has left the tree, ours stays private."""
     if not parent.attached:
@@ -184,7 +185,7 @@ def _enter_block(state: SequenceState, parent: Block, data: bytes, ordinal: int,
     return block
 
 
-def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
+def _settle_block(state: Request, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
     """Decide page by page whose bytes stand for a full block: ours, or those of whoever committed it first."""
     shared = state.shared
     size = state.tokens_per_block
@@ -205,7 +206,7 @@ def _settle_block(state: SequenceState, block: Block, ordinal: int, outcome: int
             _adopt(state, lane, ordinal, page, theirs, point)
 
 
-def _adopt(state: SequenceState, lane: Lane, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
+def _adopt(state: Request, lane: BlockTable, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
     """Use the page of an identical block instead of ours; a colder one takes over our GPU slot."""
     shared = state.shared
     hierarchy = shared.hierarchy
@@ -226,7 +227,7 @@ def _adopt(state: SequenceState, lane: Lane, ordinal: int, ours: Page, theirs: P
     lane.pages[ordinal] = theirs
 
 
-def _release_stale(state: SequenceState, first: int, last: int) -> None:
+def _release_stale(state: Request, first: int, last: int) -> None:
     """Let go of the stale pages of blocks first..last, which only waited for a commit."""
     for lane in state.lanes:
         beg, end = lane.stale(state.history)
@@ -237,7 +238,7 @@ def _release_stale(state: SequenceState, first: int, last: int) -> None:
                 state.shared.hierarchy.release(page)
 
 
-def _snapshot(state: SequenceState, state_priority: int) -> None:
+def _snapshot(state: Request, state_priority: int) -> None:
     """Copy into the tree what a later request needs to start at exactly this length: the live partial block, and the SSM state."""
     shared = state.shared
     covered = state.tail_length()
@@ -256,7 +257,7 @@ def _snapshot(state: SequenceState, state_priority: int) -> None:
             shared.tree.unpin(block)  # leaves the tree again if no page found room
 
 
-def _copy_live_pages(state: SequenceState, block: Block, covered: int, state_priority: int) -> None:
+def _copy_live_pages(state: Request, block: Block, covered: int, state_priority: int) -> None:
     """Give a block copies of the pages of the live partial block, `covered` tokens of which are committed, and of the SSM state."""
     if not _may_have_ours(state, block):
         return
@@ -278,7 +279,7 @@ def _is_narrower(page: Page | None, coverage: int) -> bool:
     return page is None or page.coverage < coverage
 
 
-def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, priority: int) -> bool:
+def _copy_page(state: Request, block: Block, source: Page, coverage: int, priority: int) -> bool:
     """Give a block a copy of our page: over the narrower one that it has, or in a slot of its own. False if there is no room."""
     hierarchy = state.shared.hierarchy
     tree = state.shared.tree
@@ -298,7 +299,7 @@ def _copy_page(state: SequenceState, block: Block, source: Page, coverage: int, 
     return True
 
 
-def _insert_tail(state: SequenceState) -> Block:
+def _insert_tail(state: Request) -> Block:
     """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
     shared = state.shared
     block, outcome = shared.tree.insert(_parent(state), state.tail.getvalue(), state.tail_length())
@@ -313,19 +314,19 @@ def _ours_to_give(page: Page, block: Block, coverage: int) -> bool:
     return page.owner is None or (page.owner is block and page.coverage < coverage)
 
 
-def _may_have_ours(state: SequenceState, block: Block) -> bool:
+def _may_have_ours(state: Request, block: Block) -> bool:
     """Whether a block may get pages of ours: while file transfers carry bytes that these build on, only one that is hidden until
     they have settled, never a block that somebody else has published."""
     return state.provision is None or block.unsettled > 0
 
 
-def _parent(state: SequenceState) -> Block:
+def _parent(state: Request) -> Block:
     """The tree block under which our next block goes."""
     tip = state.tip
     return tip if tip is not None else state.shared.tree.root(state.scope)
 
 
-def stop_committing(state: SequenceState, is_end: bool, point: Point) -> None:
+def stop_committing(state: Request, is_end: bool, point: Point) -> None:
     """Publish the committed part of the last block from the live page, then give up what only waited for a commit. Idempotent.
 
     With `is_end` the live SSM state becomes the snapshot of the committed length: the caller promises not to write any more.
@@ -348,7 +349,7 @@ def stop_committing(state: SequenceState, is_end: bool, point: Point) -> None:
     _release_stale(state, len(state.path), state.num_blocks)
 
 
-def _publish_tail(state: SequenceState, point: Point) -> Block:
+def _publish_tail(state: Request, point: Point) -> Block:
     """The tree gets the live page itself: its owner stays the only writer of what lies past the committed tokens.
 
     `point` is the end of our work up to now. Returns the block, pinned.
@@ -370,7 +371,7 @@ def _publish_tail(state: SequenceState, point: Point) -> Block:
     return block
 
 
-def _publish_state(state: SequenceState, block: Block, point: Point) -> None:
+def _publish_state(state: Request, block: Block, point: Point) -> None:
     """The tree gets the live SSM state itself, as the snapshot at the end of the committed tokens."""
     if state.recurrence is None:
         return

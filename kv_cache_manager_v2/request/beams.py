@@ -15,15 +15,16 @@ from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, Point
-from kv_cache_manager_v2.sequence.private_pages import private_copy
-from kv_cache_manager_v2.sequence.recurrent import Recurrence
-from kv_cache_manager_v2.sequence.state import ACTIVE, Lane, SequenceState
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.private_pages import private_copy
+from kv_cache_manager_v2.request.recurrent_state import RecurrentState
+from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.storage.page import Page
 
 ANY_BEAM: Final = -1  # tokens that all beams share: committed before the request was widened
 
 
-def set_width(state: SequenceState, width: int) -> None:
+def set_width(state: Request, width: int) -> None:
     """Widen or narrow. Raises ConfigError or LogicError for a width that cannot be, OutOfPagesError if copies find no room:
     nothing changed."""
     if width < 1:
@@ -40,7 +41,7 @@ def set_width(state: SequenceState, width: int) -> None:
         _narrow(state, width)
 
 
-def _widen(state: SequenceState, width: int) -> None:
+def _widen(state: Request, width: int) -> None:
     shared = state.shared
     first = state.history // state.tokens_per_block  # blocks before this one are full history, and shared
     extra = width - state.width
@@ -54,8 +55,8 @@ def _widen(state: SequenceState, width: int) -> None:
     if shortage is not None:
         state.last_shortage = shortage
         raise OutOfPagesError(f"no pages for beam width {width}: {shortage}")
-    lanes: list[Lane] = []
-    recurrences: list[Recurrence] = []
+    lanes: list[BlockTable] = []
+    recurrences: list[RecurrentState] = []
     try:
         for _beam in range(extra):
             for lane in state.main_lanes:
@@ -75,7 +76,7 @@ def _widen(state: SequenceState, width: int) -> None:
     state.width = width
 
 
-def _count_copies(state: SequenceState, lanes: list[Lane], first: int) -> None:
+def _count_copies(state: Request, lanes: list[BlockTable], first: int) -> None:
     """Count the pages that further beams took: the copied one as a copy, all behind it as if the beams had grown."""
     pending = state.pending
     if pending is None:
@@ -92,10 +93,10 @@ def _count_copies(state: SequenceState, lanes: list[Lane], first: int) -> None:
     state.mark_dirty()
 
 
-def _copy_lane(state: SequenceState, source: Lane, first: int) -> Lane:
+def _copy_lane(state: Request, source: BlockTable, first: int) -> BlockTable:
     """A lane of a further beam: nothing before block `first`, from there private pages; the one where the history ends is
     copied."""
-    lane = Lane(source.life_cycle, source.pool_group)
+    lane = BlockTable(source.life_cycle, source.pool_group)
     partial = state.history % state.tokens_per_block != 0
     try:
         for ordinal, page in enumerate(source.pages):
@@ -112,15 +113,15 @@ def _copy_lane(state: SequenceState, source: Lane, first: int) -> Lane:
     return lane
 
 
-def _copy_recurrence(state: SequenceState, source: Recurrence) -> Recurrence:
-    twin = Recurrence(source.life_cycle, source.pool_group)
+def _copy_recurrence(state: Request, source: RecurrentState) -> RecurrentState:
+    twin = RecurrentState(source.life_cycle, source.pool_group)
     page = source.page
     assert page is not None, "an ACTIVE request has its state"
     twin.page = private_copy(state, source.index, page, page.priority)
     return twin
 
 
-def _free_lane(state: SequenceState, lane: Lane, point: Point) -> None:
+def _free_lane(state: Request, lane: BlockTable, point: Point) -> None:
     """Give up all pages of a lane; stale ones that wait for a commit are held, all others locked."""
     beg, end = lane.stale(state.history)
     for ordinal in range(len(lane.pages) - 1, -1, -1):
@@ -135,7 +136,7 @@ def _free_lane(state: SequenceState, lane: Lane, point: Point) -> None:
     lane.row.detach()
 
 
-def _narrow(state: SequenceState, width: int) -> None:
+def _narrow(state: Request, width: int) -> None:
     """Drop the last beams; the beam that the last committed token came from becomes beam 0 if it would go."""
     if state.last_beam >= width:
         exchange_beams(state, state.last_beam)
@@ -154,7 +155,7 @@ def _narrow(state: SequenceState, width: int) -> None:
         state.last_beam = 0
 
 
-def exchange_beams(state: SequenceState, beam: int) -> None:
+def exchange_beams(state: Request, beam: int) -> None:
     """Beam 0 and the beam that the last committed token came from swap all that is not committed in full blocks."""
     for ordinal in range(len(state.path), state.num_blocks):
         exchange_pages(state, ordinal, beam)
@@ -167,7 +168,7 @@ def exchange_beams(state: SequenceState, beam: int) -> None:
     state.last_beam = 0
 
 
-def exchange_pages(state: SequenceState, ordinal: int, beam: int) -> None:
+def exchange_pages(state: Request, ordinal: int, beam: int) -> None:
     """Beam 0 and another one swap their pages of one block."""
     count = len(state.main_lanes)
     for number, lane in enumerate(state.main_lanes):
@@ -182,7 +183,7 @@ def exchange_pages(state: SequenceState, ordinal: int, beam: int) -> None:
             other.row.set(ordinal, mine.slot if mine is not None else BAD_PAGE_INDEX)
 
 
-def choose_beams(state: SequenceState, count: int, indices: Sequence[int] | None) -> list[int]:
+def choose_beams(state: Request, count: int, indices: Sequence[int] | None) -> list[int]:
     """The beam of each block that `count` more tokens touch, from the first one that is not full yet. Changes nothing.
 
     `indices` names a beam for each token; None means beam 0. Raises ConfigError for a beam that there is not, or a block whose
@@ -213,7 +214,7 @@ def choose_beams(state: SequenceState, count: int, indices: Sequence[int] | None
     return chosen
 
 
-def settle_block(state: SequenceState, ordinal: int, beam: int, point: Point) -> None:
+def settle_block(state: Request, ordinal: int, beam: int, point: Point) -> None:
     """A block is about to be committed from one beam: its pages become beam 0's, the other beams' are given up."""
     if beam > 0:
         exchange_pages(state, ordinal, beam)

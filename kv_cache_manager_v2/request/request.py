@@ -22,24 +22,17 @@ from typing import Final, SupportsIndex
 
 from librt.strings import BytesWriter
 
-from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError, PageDataLostError
 from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Stream
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
-from kv_cache_manager_v2.layout.pools import StorageLayout
-from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.pending_loads import PendingLoads
+from kv_cache_manager_v2.request.recurrent_state import RecurrentState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
-from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.indices import IndexRow
-from kv_cache_manager_v2.sequence.lock import Lock
-from kv_cache_manager_v2.sequence.recurrent import Recurrence
-from kv_cache_manager_v2.sequence.shield import ShieldedListener
-from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
-from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
@@ -59,136 +52,12 @@ CLOSED: Final = 2
 PriorityCallback = Callable[[int, LifeCycle], int]
 
 
-class Shared:
-    """What all requests of a manager share: the rooms below, the lock that guards them, and the list of open requests."""
-
-    def __init__(
-        self,
-        config: KVCacheManagerConfig,
-        layout: StorageLayout,
-        driver: Driver,
-        timeline: Timeline,
-        hierarchy: Hierarchy,
-        tree: RadixTree,
-        tuner: Tuner,
-        ledger: Ledger,
-        debug: bool,
-    ) -> None:
-        self.layout = layout
-        self.driver = driver
-        self.timeline = timeline
-        self.hierarchy = hierarchy
-        self.tree = tree
-        self.tuner = tuner  # learns from the lengths of requests how to divide the memory
-        self.ledger = ledger  # statistics
-        self.debug = debug  # audit every structure after every public call
-        self.max_util_for_resume: float = config.max_util_for_resume
-        self.commit_min_snapshot: bool = config.commit_min_snapshot
-        self.tokens_per_block: int = layout.tokens_per_block
-        self.life_cycles: list[LifeCycle] = layout.life_cycles
-        self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
-        self.attention: list[int] = [lc.index for lc in layout.life_cycles if lc.is_attention]
-        self.lanes_in_group: list[int] = [0] * layout.num_pool_groups  # attention life cycles by pool group: lanes of one beam
-        for life_cycle in self.attention:
-            self.lanes_in_group[self.pool_group_of[life_cycle]] += 1
-        self.ssm: LifeCycle | None = layout.ssm
-        self.scratch: bool = layout.max_rewind is not None
-        self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
-        self.lock = Lock()
-        self.open: dict[int, SequenceState] = {}  # by serial number
-        self.provisions: list[Provision] = []  # of requests that closed before their file transfers ended
-        self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
-        self.abandoned: list[SequenceState] = []  # handles dropped without close; the next public call closes them
-        self.calling_out = False  # a priority callback is running, on the thread that has the lock
-        self.shield: ShieldedListener | None = None  # before a listener that somebody else wrote
-        self.next_serial = 0
-
-    def require_outside(self) -> None:
-        """Raise LogicError if a priority callback or a listener called the manager that called it: its books are in use. Lock
-        held."""
-        if self.calling_out:
-            raise LogicError("a priority callback must not call the manager or its caches: it is asked in the midst of a call")
-        if self.shield is not None and self.shield.telling:
-            raise LogicError("a cache listener must not call the manager or its caches: it is told in the midst of a call")
-
-    def enter(self, state: SequenceState) -> None:
-        """A new request is open."""
-        state.serial = self.next_serial
-        self.next_serial += 1
-        self.open[state.serial] = state
-
-
-class Provision:
-    """Bytes that file transfers still carry, and what a request committed on top of them before it knew whether they were right.
-
-    Nobody can match those blocks (they are hidden) until every transfer ended well; if one fails, they all leave the tree.
-    """
-
-    def __init__(self) -> None:
-        self.awaited: list[Page] = []  # pages in flight
-        self.blocks: list[Block] = []  # hidden until all is settled
-        self.lost: Page | None = None  # an awaited page whose transfer failed
-
-    def share(self) -> Provision:
-        """The same transfers, for a request that builds on the same bytes; the blocks stay with whoever committed them."""
-        twin = Provision()
-        twin.awaited = list(self.awaited)
-        return twin
-
-    def add(self, tree: RadixTree, block: Block) -> None:
-        tree.hide(block)
-        self.blocks.append(block)
-
-    def settle(self, tree: RadixTree) -> bool:
-        """Whether all is decided; shows or removes the hidden blocks when it is."""
-        waiting: list[Page] = []
-        for page in self.awaited:
-            if page.lost:
-                self.lost = page
-            elif page.transfers > 0:
-                waiting.append(page)
-        self.awaited = waiting
-        if waiting and self.lost is None:
-            return False
-        for block in self.blocks:
-            if not block.attached:
-                continue
-            if self.lost is None:
-                tree.show(block)
-            else:
-                tree.remove(block)
-        self.awaited = []
-        self.blocks = []
-        return True
-
-
-class Lane:
-    """The pages of one attention life cycle, block by block, and the row in which the engine reads their indices."""
-
-    def __init__(self, life_cycle: LifeCycle, pool_group: int) -> None:
-        self.life_cycle = life_cycle
-        self.index: int = life_cycle.index
-        self.pool_group = pool_group
-        self.pages: list[Page | None] = []  # by block ordinal
-        self.row = IndexRow()
-        self.scratch: list[Page] = []  # slots that the blocks of `scratch_span` share
-        self.scratch_span = (0, 0)
-        self.pending_from = 0  # statistics: pages from this ordinal on are counted as taken, and not committed yet
-        self.generated_from = NEVER  # ... and from this one on as taken while generating
-
-    def stale(self, history: int) -> tuple[int, int]:
-        """The life cycle's stale range, cut to the blocks that there are."""
-        beg, end = self.life_cycle.stale(history)
-        count = len(self.pages)
-        return min(beg, count), min(end, count)
-
-
-class SequenceState:
+class Request:
     """One request. Only the functions of this package change it."""
 
-    def __init__(self, shared: Shared, scope: ReuseScope, request_id: int | None, priority: PriorityCallback | None) -> None:
+    def __init__(self, shared: ManagerState, scope: ReuseScope, request_id: int | None, priority: PriorityCallback | None) -> None:
         self.shared = shared
-        self.serial = -1  # key in Shared.open
+        self.serial = -1  # key in ManagerState.open
         self.scope = scope
         self.request_id = request_id
         self.priority = priority  # None: PRIORITY_DEFAULT for every page
@@ -204,16 +73,20 @@ class SequenceState:
         self.scratch_from = NEVER  # smallest capacity at which some lane needs scratch slots, at this history or a later one
         self.next_stale = NEVER  # smallest history at which some window's stale range grows
         # pages
-        self.lanes: list[Lane] = [Lane(shared.life_cycles[index], shared.pool_group_of[index]) for index in shared.attention]
-        self.main_lanes: list[Lane] = self.lanes  # those of beam 0; the lanes of further beams follow in `lanes`, beam by beam
+        self.lanes: list[BlockTable] = [
+            BlockTable(shared.life_cycles[index], shared.pool_group_of[index]) for index in shared.attention
+        ]
+        self.main_lanes: list[BlockTable] = (
+            self.lanes
+        )  # those of beam 0; the lanes of further beams follow in `lanes`, beam by beam
         self.width = 1  # beams
         self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
         self.last_beam = 0  # beam that the last committed token was taken from: the one that goes on from there
-        self.recurrence: Recurrence | None = None  # with SSM layers; beam 0's
-        self.extra_recurrences: list[Recurrence] = []  # of the further beams
+        self.recurrence: RecurrentState | None = None  # with SSM layers; beam 0's
+        self.extra_recurrences: list[RecurrentState] = []  # of the further beams
         if shared.ssm is not None:
-            self.recurrence = Recurrence(shared.ssm, shared.pool_group_of[shared.ssm.index])
-        self.provision: Provision | None = None  # while file transfers still carry bytes that we build on
+            self.recurrence = RecurrentState(shared.ssm, shared.pool_group_of[shared.ssm.index])
+        self.provision: PendingLoads | None = None  # while file transfers still carry bytes that we build on
         self.lost = ""  # why the request can only be closed
         # reuse
         self.tip: Block | None = None  # deepest tree block of our path, pinned; None before the first full block
@@ -239,7 +112,7 @@ class SequenceState:
         self.started = False  # whether it was ever resumed
         self.set_history(0)
 
-    def lane(self, life_cycle: int, beam: int) -> Lane | None:
+    def lane(self, life_cycle: int, beam: int) -> BlockTable | None:
         """The lane of an attention life cycle and beam; None for a recurrent one."""
         count = len(self.main_lanes)
         for number in range(beam * count, (beam + 1) * count):
@@ -247,7 +120,7 @@ class SequenceState:
                 return self.lanes[number]
         return None
 
-    def recurrences(self) -> list[Recurrence]:
+    def recurrences(self) -> list[RecurrentState]:
         """The live recurrent states, by beam; none without SSM layers."""
         if self.recurrence is None:
             return []
@@ -308,7 +181,7 @@ class SequenceState:
             if self.request_id not in ledger.excluded:
                 ledger.dirty.add(self.request_id)
 
-    def count_taken(self, lane: Lane, first: int, count: int) -> None:
+    def count_taken(self, lane: BlockTable, first: int, count: int) -> None:
         """Count the pages that a lane took from this ordinal on."""
         pending = self.pending
         if pending is not None:
@@ -316,7 +189,7 @@ class SequenceState:
             if pending.generating:
                 lane.generated_from = min(lane.generated_from, first)
 
-    def count_given_back(self, lane: Lane, ordinal: int) -> None:
+    def count_given_back(self, lane: BlockTable, ordinal: int) -> None:
         """Undo the count of a page that shrinking takes away, if it is not committed."""
         pending = self.pending
         if pending is not None and ordinal >= lane.pending_from:
@@ -355,7 +228,7 @@ class SequenceState:
         """We build on this page's bytes while a file transfer carries them."""
         provision = self.provision
         if provision is None:
-            provision = self.provision = Provision()
+            provision = self.provision = PendingLoads()
         provision.awaited.append(page)
 
     # --- checks

@@ -11,23 +11,24 @@ from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
-from kv_cache_manager_v2.sequence.state import Lane, SequenceState
+from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.request import Request
 
 
-def spans(state: SequenceState, history: int, capacity: int) -> list[tuple[int, int]]:
+def spans(state: Request, history: int, capacity: int) -> list[tuple[int, int]]:
     """The scratch range of each lane at these lengths; an empty list while scratch is off."""
     if not state.scratch:
         return []
     return [lane.life_cycle.scratch(history, capacity, state.shared.max_rewind) for lane in state.lanes]
 
 
-def slots(state: SequenceState, lane: Lane, span: tuple[int, int]) -> int:
+def slots(state: Request, lane: BlockTable, span: tuple[int, int]) -> int:
     """Slots that the blocks of a scratch range share."""
     beg, end = span
     return state.shared.layout.scratch_slots(lane.index, end - beg) if end > beg else 0
 
 
-def missing(state: SequenceState, of_lanes: list[tuple[int, int]]) -> list[int]:
+def missing(state: Request, of_lanes: list[tuple[int, int]]) -> list[int]:
     """Slots, by pool group, that the lanes' scratch ranges need beyond those that they have."""
     need = [0] * state.shared.layout.num_pool_groups
     for number, span in enumerate(of_lanes):
@@ -36,7 +37,7 @@ def missing(state: SequenceState, of_lanes: list[tuple[int, int]]) -> list[int]:
     return need
 
 
-def take(state: SequenceState, of_lanes: list[tuple[int, int]]) -> None:
+def take(state: Request, of_lanes: list[tuple[int, int]]) -> None:
     """Take the slots that the ranges need, which have been made free; our stream waits for their last users."""
     shared = state.shared
     for number, span in enumerate(of_lanes):
@@ -48,7 +49,7 @@ def take(state: SequenceState, of_lanes: list[tuple[int, int]]) -> None:
             shared.timeline.wait(state.stream, page.ready)
 
 
-def give_back(state: SequenceState, of_lanes: list[tuple[int, int]], point: Point) -> None:
+def give_back(state: Request, of_lanes: list[tuple[int, int]], point: Point) -> None:
     """Give back the slots that the ranges no longer need; `point` is the end of our work on them."""
     for number, span in enumerate(of_lanes):
         lane = state.lanes[number]
@@ -58,7 +59,7 @@ def give_back(state: SequenceState, of_lanes: list[tuple[int, int]], point: Poin
         lane.scratch_span = span
 
 
-def give_back_all(state: SequenceState, point: Point) -> None:
+def give_back_all(state: Request, point: Point) -> None:
     """Suspended and closed requests have no scratch."""
     for lane in state.lanes:
         while lane.scratch:
@@ -66,7 +67,7 @@ def give_back_all(state: SequenceState, point: Point) -> None:
         lane.scratch_span = (0, 0)
 
 
-def check_capacity_change(state: SequenceState, history: int) -> None:
+def check_capacity_change(state: Request, history: int) -> None:
     """Raise LogicError if blocks that lie in scratch now would have to become pages: their bytes are gone."""
     least = max(0, state.capacity - state.shared.max_rewind)
     if state.holds_scratch() and not least <= history:
@@ -76,13 +77,13 @@ def check_capacity_change(state: SequenceState, history: int) -> None:
         )
 
 
-def describe(lane: Lane) -> ScratchDesc:
+def describe(lane: BlockTable) -> ScratchDesc:
     """What the page-index converter needs; valid until the lengths change."""
     beg, end = lane.scratch_span
     return ScratchDesc(HalfOpenRange(beg, end), [page.slot for page in lane.scratch])
 
 
-def switch(state: SequenceState, on: bool) -> None:
+def switch(state: Request, on: bool) -> None:
     """Turn scratch reuse on or off for one request; only at lengths that need none. Raises ConfigError, nothing changed."""
     shared = state.shared
     if on == state.scratch:
