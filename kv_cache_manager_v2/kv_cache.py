@@ -16,17 +16,16 @@ from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
-from kv_cache_manager_v2.request import batch, beams, growth, planned_drop, residency, scratch
+from kv_cache_manager_v2.request import batch, beams, growth, planned_drop, residency, scratch, upkeep
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.page_index_row import PageIndexRow
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
+from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
-from kv_cache_manager_v2.sequence import upkeep
-from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 from kv_cache_manager_v2.storage.planner import Shortage
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import (
     CacheLevel,
 )
@@ -46,16 +47,16 @@ from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.request import creation, residency
+from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
+from kv_cache_manager_v2.request.upkeep import conclude, settle_ended, tidy
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
-from kv_cache_manager_v2.sequence.upkeep import check_everything, conclude, settle_ended, tidy
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
 
@@ -100,9 +101,9 @@ class KVCacheManager(ManagerViews):
                 device.close()
             raise
         self._event_manager = listener
-        shield: ShieldedListener | None = None
+        shield: GuardedListener | None = None
         if listener is not None and type(listener) is not KVCacheEventManager:  # a class of the engine's own may raise
-            shield = ShieldedListener(listener)
+            shield = GuardedListener(listener)
         shielded = listener if shield is None else shield
         self._history = MissHistory(config.miss_history, shielded) if config.miss_history > 0 else None
         self._timeline = timeline

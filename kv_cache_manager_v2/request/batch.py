@@ -16,8 +16,8 @@ from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import growth
 from kv_cache_manager_v2.request.beams import choose_beams
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
+from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
-from kv_cache_manager_v2.sequence.upkeep import conclude, tidy
 
 
 def resize(state: Request, capacity: int | None, history: int | None) -> bool:

@@ -11,13 +11,13 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.request.lock import Lock
 from kv_cache_manager_v2.request.pending_loads import PendingLoads
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.lock import Lock
-from kv_cache_manager_v2.sequence.shield import ShieldedListener
 from kv_cache_manager_v2.sequence.statistics import Ledger
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
@@ -67,7 +67,7 @@ class ManagerState:
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
         self.abandoned: list[Request] = []  # handles dropped without close; the next public call closes them
         self.calling_out = False  # a priority callback is running, on the thread that has the lock
-        self.shield: ShieldedListener | None = None  # before a listener that somebody else wrote
+        self.shield: GuardedListener | None = None  # before a listener that somebody else wrote
         self.next_serial = 0
 
     def require_outside(self) -> None:

@@ -18,6 +18,7 @@ FLOORS = {
     "build": 0,
     "config": 1,
     "listener": 1,
+    "guarded_listener": 1,
     "counters": 1,
     "layout": 2,
     "device": 3,

@@ -14,7 +14,7 @@ from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 _log: Final = logging.getLogger(__name__)
 
 
-class ShieldedListener(CacheListener):
+class GuardedListener(CacheListener):
     """Passes everything on, one call at a time: the manager's lock is held."""
 
     def __init__(self, behind: CacheListener) -> None:
