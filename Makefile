@@ -60,6 +60,10 @@ test-pure: $(ENV) $(PURE)  ## the suite on the interpreted build
 test-compiled: $(ENV) $(COMPILED)  ## the suite on the compiled build
 	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
 
+.PHONY: test-versions
+test-versions: $(ENV)  ## the suite on both builds, and a wheel in dist/, under every CPython from 3.10 on that is installed (half an hour)
+	$(BIN)/python tests/packaging/versions.py
+
 .PHONY: lint
 lint: $(ENV)  ## ruff: rules and format
 	$(BIN)/ruff check .
