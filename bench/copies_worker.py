@@ -35,12 +35,12 @@ from kv_cache_manager_v2 import (
     KVCacheManagerConfig,
     LayerId,
 )
-from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.arenas import Arena, DiskArena
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 

@@ -20,16 +20,10 @@ from kv_cache_manager_v2.config import (
     SsmLayerConfig,
     SwaScratchReuseConfig,
 )
-from kv_cache_manager_v2.counters import (
-    KVCacheIterationStatsDelta,
-    KVCacheStatsDelta,
-    MovementCounters,
-    PoolGroupPeakBlockStats,
-    ReusedBlocksByLevel,
-    SsmSnapshotIterationStatsDelta,
-    StorageStatistics,
-)
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer
+from kv_cache_manager_v2.disagg.page_matching import TransferPlan, match_page_tables
+from kv_cache_manager_v2.disagg.page_table import KVCachePageTable, page_table_of
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import (
     AlreadyDroppedError,
@@ -44,9 +38,10 @@ from kv_cache_manager_v2.errors import (
     OutOfPagesError,
     PageDataLostError,
 )
-from kv_cache_manager_v2.event_hashes import v1_block_hash
-from kv_cache_manager_v2.event_mirror import EventMirror
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.hashes import v1_block_hash
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.mirror import EventMirror
+from kv_cache_manager_v2.events.records import (
     EventSnapshot,
     KVCacheCreatedData,
     KVCacheEvent,
@@ -58,7 +53,6 @@ from kv_cache_manager_v2.event_records import (
     UniqueToken,
     serialize_events,
 )
-from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
     DEFAULT_BEAM_INDEX,
@@ -80,25 +74,34 @@ from kv_cache_manager_v2.ids import (
     Stream,
 )
 from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
-from kv_cache_manager_v2.layout.explaining import SizingLevel, SizingRow, SizingTable, explain_sizing
+from kv_cache_manager_v2.layout.explain import SizingLevel, SizingRow, SizingTable, explain_sizing
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
-from kv_cache_manager_v2.page_matching import TransferPlan, match_page_tables
-from kv_cache_manager_v2.page_table import KVCachePageTable, page_table_of
+from kv_cache_manager_v2.renamed import find_old_paths
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
+from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
-from kv_cache_manager_v2.reuse.misses import MissCause, MissReport
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.statistics import (
+    KVCacheIterationStatsDelta,
+    KVCacheStatsDelta,
+    MovementCounters,
+    PoolGroupPeakBlockStats,
+    ReusedBlocksByLevel,
+    SsmSnapshotIterationStatsDelta,
+    StorageStatistics,
+)
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 _KVCache = KVCache  # the reference's name
+
+find_old_paths()
 
 __all__ = [
     # the manager and its requests

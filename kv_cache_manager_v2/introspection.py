@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kv_cache_manager_v2.config import BatchDesc, SwaScratchReuseConfig
-from kv_cache_manager_v2.counters import StorageStatistics
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheLevel, LifeCycleId, PageStatus, PoolGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -26,9 +25,10 @@ from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.matching import match
+from kv_cache_manager_v2.reuse.match import match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
+from kv_cache_manager_v2.statistics import StorageStatistics
 from kv_cache_manager_v2.storage.page import Page
 
 SAMPLES_ENOUGH: Final = 2001  # closed requests that `force_rebalance_precondition` pretends to have seen

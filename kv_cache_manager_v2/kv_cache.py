@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
-from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
@@ -26,6 +25,7 @@ from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, Cache
 from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.statistics import KVCacheStatsDelta
 from kv_cache_manager_v2.storage.planner import Shortage
 
 if TYPE_CHECKING:

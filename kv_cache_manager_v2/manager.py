@@ -28,14 +28,11 @@ from kv_cache_manager_v2.arguments import (
     shown,
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.counters import (
-    MovementCounters,
-)
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import (
     CacheLevel,
@@ -51,12 +48,15 @@ from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.request.upkeep import conclude, settle_ended, tidy
+from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
-from kv_cache_manager_v2.reuse.matching import Match, first_new_block_key, match, match_keys
-from kv_cache_manager_v2.reuse.misses import MissHistory, MissReport, explain
+from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
+from kv_cache_manager_v2.statistics import (
+    MovementCounters,
+)
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
 

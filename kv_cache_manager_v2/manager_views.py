@@ -7,16 +7,8 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.arguments import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
-from kv_cache_manager_v2.counters import (
-    KVCacheIterationStatsDelta,
-    KVCacheStatsDelta,
-    MovementCounters,
-    PoolGroupPeakBlockStats,
-    ReusedBlocksByLevel,
-    SsmSnapshotIterationStatsDelta,
-    StorageStatistics,
-)
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
@@ -26,13 +18,21 @@ from kv_cache_manager_v2.ids import (
     PageIndexMode,
     PoolGroupId,
 )
-from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
 from kv_cache_manager_v2.layout.pools import BufferId, BufferPlace, PoolGroupDesc
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.sequence.statistics import Ledger
+from kv_cache_manager_v2.statistics import (
+    KVCacheIterationStatsDelta,
+    KVCacheStatsDelta,
+    MovementCounters,
+    PoolGroupPeakBlockStats,
+    ReusedBlocksByLevel,
+    SsmSnapshotIterationStatsDelta,
+    StorageStatistics,
+)
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 

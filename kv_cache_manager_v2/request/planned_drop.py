@@ -11,7 +11,7 @@ from kv_cache_manager_v2.ids import PageStatus
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block
-from kv_cache_manager_v2.reuse.matching import Match, match
+from kv_cache_manager_v2.reuse.match import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.storage.page import Page
 

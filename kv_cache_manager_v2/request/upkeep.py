@@ -9,13 +9,13 @@ import logging
 import warnings
 from typing import Final
 
-from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.planned_drop import withdraw
 from kv_cache_manager_v2.request.request import CLOSED, Request
 from kv_cache_manager_v2.request.residency import close
+from kv_cache_manager_v2.statistics import KVCacheStatsDelta
 
 _log: Final = logging.getLogger(__name__)
 

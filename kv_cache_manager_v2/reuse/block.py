@@ -11,9 +11,9 @@ from mypy_extensions import i32, mypyc_attr
 
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.listener import CachedBlock
-from kv_cache_manager_v2.reuse import fan
-from kv_cache_manager_v2.reuse.fan import Branch, Leaf
+from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.sibling_trie import Branch, Leaf
 from kv_cache_manager_v2.reuse.tokens import unpack
 from kv_cache_manager_v2.storage.page import Page
 
@@ -77,7 +77,7 @@ class Block(Leaf):
 
     def child_blocks(self) -> list[Block]:
         """The children, in the order of their packed bits."""
-        return [as_block(leaf) for leaf in fan.leaves(self.children)]
+        return [as_block(leaf) for leaf in sibling_trie.leaves(self.children)]
 
     # --- its pages: a list linked through the pages, for which nothing is allocated and which the collector does not see
 

@@ -15,10 +15,10 @@ from typing import Final
 from kv_cache_manager_v2.ids import PageStatus
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block, RootBlock, as_block, subtree
-from kv_cache_manager_v2.reuse.fan import Branch
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
+from kv_cache_manager_v2.reuse.sibling_trie import Branch
 from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page, PageKeeper
 
@@ -127,15 +127,15 @@ class RadixTree:
             block = self._new_block(parent, tokens, num_tokens)
             parent.children = block
             return block, BLOCK_NEW
-        sibling = as_block(fan.nearest(children, tokens, 0, len(tokens)))
-        common = fan.common_bytes(sibling.tokens, tokens, 0, len(tokens))
+        sibling = as_block(sibling_trie.nearest(children, tokens, 0, len(tokens)))
+        common = sibling_trie.common_bytes(sibling.tokens, tokens, 0, len(tokens))
         if common == len(tokens):
             return sibling, BLOCK_EXISTS if len(sibling.tokens) == common else BLOCK_COVERED
         block = self._new_block(parent, tokens, num_tokens)
         if common < len(sibling.tokens):
-            parent.children = fan.insert(children, block, sibling, common)
+            parent.children = sibling_trie.insert(children, block, sibling, common)
         else:
-            parent.children = fan.replace(children, sibling, block)
+            parent.children = sibling_trie.replace(children, sibling, block)
             self._supersede(sibling, block)
         return block, BLOCK_NEW
 
@@ -247,7 +247,7 @@ class RadixTree:
         assert block.attached, "the block has left the tree"
         assert parent is not None, "a root is dropped by clear, or with its last block"
         assert parent.children is not None
-        parent.children = fan.remove(parent.children, block)
+        parent.children = sibling_trie.remove(parent.children, block)
         self._drop_subtree(block)
         self._prune(parent)
 
@@ -293,7 +293,7 @@ class RadixTree:
             block.ends = ends
             parent = block.parent
             if parent is not None and isinstance(parent.children, Branch):
-                fan.refresh(parent.children, block)
+                sibling_trie.refresh(parent.children, block)
 
     def _prune(self, block: Block) -> None:
         """Drop a block that is worth nothing, then its parent if that is now, and so on to the root."""
@@ -304,7 +304,7 @@ class RadixTree:
                 self._drop_root(node)
                 return
             assert parent.children is not None
-            parent.children = fan.remove(parent.children, node)
+            parent.children = sibling_trie.remove(parent.children, node)
             self._tell_removed(node)
             self._let_go(node)
             node = parent
@@ -326,7 +326,7 @@ class RadixTree:
             if block.ordinal >= 0:
                 self._let_go(block)
             if isinstance(block.children, Branch):
-                fan.dismantle(block.children)
+                sibling_trie.dismantle(block.children)
             block.children = None
             self._give_back_all(pages)
 
@@ -386,7 +386,7 @@ class RadixTree:
 
     def _check_children(self, block: Block) -> None:
         if block.children is not None:
-            fan.check(block.children)
+            sibling_trie.check(block.children)
             for child in block.child_blocks():
                 assert child.parent is block
                 assert child.ordinal == block.ordinal + 1

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_cache_manager_v2.counters import (
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layout.pools import StorageLayout
+from kv_cache_manager_v2.statistics import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
     MovementCounters,
@@ -23,8 +25,6 @@ from kv_cache_manager_v2.counters import (
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
 )
-from kv_cache_manager_v2.ids import CacheTier
-from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
 from kv_cache_manager_v2.storage.eviction import EvictionQueue
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_cache_manager_v2.config import CacheTierConfig
-from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, PIECE_ALIGNMENT, StagingRing
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
@@ -27,6 +26,7 @@ from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, CacheTier, P
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.copier import Copier, CopyBatch
 from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
 from kv_cache_manager_v2.storage.levels import Levels

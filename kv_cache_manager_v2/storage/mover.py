@@ -14,9 +14,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Final
 
-from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NO_SLOT, Point, SlotId
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.copier import Copier, CopyBatch
 from kv_cache_manager_v2.storage.levels import Levels
 from kv_cache_manager_v2.storage.page import Page

@@ -2,7 +2,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kv_cache_manager_v2.config import BatchDesc, SwaScratchReuseConfig
-from kv_cache_manager_v2.counters import StorageStatistics
 from kv_cache_manager_v2.ids import CacheLevel, LifeCycleId, PageStatus, PoolGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
@@ -10,6 +9,7 @@ from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.statistics import StorageStatistics
 from kv_cache_manager_v2.storage.page import Page
 
 SAMPLES_ENOUGH: Final = 2001

@@ -2,13 +2,13 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import ClassVar, SupportsIndex
 
-from kv_cache_manager_v2.counters import KVCacheStatsDelta
 from kv_cache_manager_v2.ids import CacheLevel, LayerGroupId, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.statistics import KVCacheStatsDelta
 from kv_cache_manager_v2.storage.planner import Shortage
 
 class KVCache:

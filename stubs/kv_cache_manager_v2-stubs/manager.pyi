@@ -9,8 +9,8 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.request.request import PriorityCallback
+from kv_cache_manager_v2.reuse.explain import MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.misses import MissReport
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")

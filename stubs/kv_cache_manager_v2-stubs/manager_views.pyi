@@ -1,7 +1,14 @@
 from collections.abc import Iterable
 
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
-from kv_cache_manager_v2.counters import (
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc
+from kv_cache_manager_v2.ids import CacheLevel, DataRole, LayerGroupId, LayerId, LifeCycleId, PageIndexMode, PoolGroupId
+from kv_cache_manager_v2.layout.page_index import PageIndexConverter
+from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
+from kv_cache_manager_v2.layout.tuning import Tuner
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.statistics import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
     MovementCounters,
@@ -10,13 +17,6 @@ from kv_cache_manager_v2.counters import (
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
 )
-from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.ids import CacheLevel, DataRole, LayerGroupId, LayerId, LifeCycleId, PageIndexMode, PoolGroupId
-from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc
-from kv_cache_manager_v2.layout.page_index import PageIndexConverter
-from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
-from kv_cache_manager_v2.layout.tuning import Tuner
-from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 class ManagerViews:

@@ -31,7 +31,7 @@ from kv_cache_manager_v2 import (
     SsmSnapshotIterationStatsDelta,
     SwaScratchReuseConfig,
 )
-from kv_cache_manager_v2.page_table import LayerInfo
+from kv_cache_manager_v2.disagg.page_table import LayerInfo
 from tests.arguments.scene import Scene, setup
 from tests.arguments.stubs import CLASSES, Door, Parameter, atoms
 

@@ -19,7 +19,7 @@ FLOORS = {
     "config": 1,
     "listener": 1,
     "guarded_listener": 1,
-    "counters": 1,
+    "statistics": 1,
     "layout": 2,
     "device": 3,
     "emulated": 3,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kv_cache_manager_v2 import KVCacheManager
-from kv_cache_manager_v2.event_mirror import EventMirror
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.mirror import EventMirror
+from kv_cache_manager_v2.events.records import (
     BlockHash,
     KVCacheEvent,
     KVCacheRemovedData,
@@ -14,7 +15,6 @@ from kv_cache_manager_v2.event_records import (
     KVCacheUpdatedData,
     UniqueToken,
 )
-from kv_cache_manager_v2.events import KVCacheEventManager
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack

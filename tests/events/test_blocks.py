@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from kv_cache_manager_v2.event_records import MmKey
-from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.records import MmKey
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from tests.events.helpers import block_at, brief, events_of, relocate, stored, stored_tokens

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.event_hashes import short_hash, v1_block_hash
-from kv_cache_manager_v2.event_records import serialize_events
-from kv_cache_manager_v2.events import KVCacheEventManager
+from kv_cache_manager_v2.events.hashes import short_hash, v1_block_hash
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.records import serialize_events
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.events.helpers import brief, events_of, stored

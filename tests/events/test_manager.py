@@ -17,8 +17,8 @@ from kv_cache_manager_v2 import (
     gen_multimodal_cache_key_tokens,
     v1_block_hash,
 )
-from kv_cache_manager_v2.event_records import BlockHash
-from kv_cache_manager_v2.events import MAX_UUIDS
+from kv_cache_manager_v2.events.manager import MAX_UUIDS
+from kv_cache_manager_v2.events.records import BlockHash
 from tests.events.helpers import brief, events_of, mirror_contents, stored, stored_tokens, tree_contents
 from tests.events.test_blocks import A, chain
 from tests.manager.helpers import GPU, MIB, Rig, attention, model, small, toks

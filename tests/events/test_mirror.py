@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kv_cache_manager_v2 import CacheLevel, EventMirror, EventSnapshot, KVCache, KVCacheEventManager, ReuseScope
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.records import (
     KVCacheEvent,
     KVCacheEventDiff,
     KVCacheRemovedData,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.records import (
     KVCacheCreatedData,
     KVCacheEvent,
     KVCacheEventDiff,
@@ -20,7 +21,6 @@ from kv_cache_manager_v2.event_records import (
     UniqueToken,
     serialize_events,
 )
-from kv_cache_manager_v2.events import KVCacheEventManager
 from tests.events.helpers import events_of, unique
 
 DIGEST = bytes(range(32))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.event_records import KVCacheEvent, KVCacheEventDiff, KVCacheRemovedData, KVCacheStoredBlockData
-from kv_cache_manager_v2.events import MAX_NOTES, KVCacheEventManager
+from kv_cache_manager_v2.events.manager import MAX_NOTES, KVCacheEventManager
+from kv_cache_manager_v2.events.records import KVCacheEvent, KVCacheEventDiff, KVCacheRemovedData, KVCacheStoredBlockData
 from tests.events.helpers import brief, events_of, stored, unique
 from tests.reuse.helpers import FULL, Cache, toks, window
 

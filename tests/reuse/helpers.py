@@ -9,7 +9,7 @@ from kv_cache_manager_v2.layout.life_cycle import AttentionLifeCycle, LifeCycle,
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
-from kv_cache_manager_v2.reuse.matching import Match, match
+from kv_cache_manager_v2.reuse.match import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, RadixTree
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner

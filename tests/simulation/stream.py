@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from kv_cache_manager_v2 import EventMirror, KVCacheEventManager
-from kv_cache_manager_v2.event_records import BlockHash
+from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from tests.simulation.model import Token
 

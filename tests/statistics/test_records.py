@@ -16,7 +16,7 @@ from kv_cache_manager_v2 import (
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
 )
-from kv_cache_manager_v2.counters import StatsDelta
+from kv_cache_manager_v2.statistics import StatsDelta
 from tests.statistics.helpers import blocks, iteration, open_cache, rig_of
 
 DELTAS: list[StatsDelta] = [

@@ -13,13 +13,13 @@ from kv_cache_manager_v2.config import (
     HostCacheTierConfig,
     KVCacheManagerConfig,
 )
-from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.listener import CachedBlock
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page, PageOwner
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
-from kv_cache_manager_v2.counters import MovementCounters
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from tests.storage.helpers import GRAIN, Rig, make_layout
 

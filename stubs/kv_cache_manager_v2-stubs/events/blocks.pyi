@@ -2,8 +2,8 @@ from typing import Final
 
 from mypy_extensions import i16, u8
 
-from kv_cache_manager_v2.event_hashes import HashedBlock
-from kv_cache_manager_v2.event_records import BlockHash, KVCacheStoredBlockData, MmKey
+from kv_cache_manager_v2.events.hashes import HashedBlock
+from kv_cache_manager_v2.events.records import BlockHash, KVCacheStoredBlockData, MmKey
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 

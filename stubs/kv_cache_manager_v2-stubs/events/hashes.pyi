@@ -2,7 +2,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
-from kv_cache_manager_v2.event_records import BlockHash
+from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 
 V1_BLOCK_KEY: Final = "v1_block_key"

@@ -16,7 +16,7 @@ from kv_cache_manager_v2 import (
     LogicError,
     PageIndexMode,
 )
-from kv_cache_manager_v2.page_table import (
+from kv_cache_manager_v2.disagg.page_table import (
     HEADS_FIRST,
     INDEXED,
     TOKENS_FIRST,
@@ -29,8 +29,8 @@ from kv_cache_manager_v2.page_table import (
     page_table_of,
     virtual_layer_id,
 )
+from tests.disagg.helpers import HEADS, Rank, Split
 from tests.manager.helpers import KIB, Rig, attention, model, ssm, toks
-from tests.page_table.helpers import HEADS, Rank, Split
 
 HYBRID = Split(((0, 1, 2, 3, 4),), 1, TOKENS_FIRST, recurrent=4)
 

@@ -20,8 +20,8 @@ from mypy_extensions import i64
 
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.reuse.block import Block
-from kv_cache_manager_v2.reuse.fan import Branch, best_leaf, common_bytes, nearest, usable_run
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.sibling_trie import Branch, best_leaf, common_bytes, nearest, usable_run
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, check_range
 from kv_cache_manager_v2.reuse.tree import RadixTree
 

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kv_cache_manager_v2.page_table import KVCachePageTable
+from kv_cache_manager_v2.disagg.page_table import KVCachePageTable
 
 class Segment(NamedTuple):
     source_base: int

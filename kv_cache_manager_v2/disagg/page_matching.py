@@ -14,8 +14,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kv_cache_manager_v2.arguments import instance, instances, items_of, whole
+from kv_cache_manager_v2.disagg.page_table import (
+    FLAT,
+    TOKENS_FIRST,
+    KVCachePageTable,
+    LayerGroup,
+    LocalLayer,
+    PhysicalPool,
+    PoolView,
+)
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.page_table import FLAT, TOKENS_FIRST, KVCachePageTable, LayerGroup, LocalLayer, PhysicalPool, PoolView
 
 
 class Segment(NamedTuple):

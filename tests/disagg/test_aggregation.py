@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer, aggregate, pool_group_descs
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DataRole, LayerId
-from kv_cache_manager_v2.layout.aggregation import AggregatedPageDesc, ExpandedBuffer, aggregate, pool_group_descs
 from kv_cache_manager_v2.layout.pools import BufferId, PoolDesc, build_layout
 from tests.layout.helpers import KEY, VALUE, attention, model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.arguments import at_least, at_least_or_none, each_of, given, instance, instances, items_of, shown, whole
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.records import (
     NO_GROUP,
     BlockHash,
     EventSnapshot,

@@ -21,7 +21,7 @@ from mypy_extensions import i64, mypyc_attr
 
 from kv_cache_manager_v2.arguments import items_of, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.event_records import BlockHash
+from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack
 

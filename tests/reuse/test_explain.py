@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kv_cache_manager_v2 import CacheTier, ConfigError, MissCause, MissReport, ReuseScope
-from kv_cache_manager_v2.reuse.misses import MissHistory, explain
+from kv_cache_manager_v2.reuse.explain import MissHistory, explain
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.manager.helpers import Rig, small
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, toks, window

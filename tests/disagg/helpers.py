@@ -27,7 +27,7 @@ from kv_cache_manager_v2 import (
     Stream,
 )
 from kv_cache_manager_v2.config import LayerConfig
-from kv_cache_manager_v2.page_table import HEADS_FIRST, KVCachePageTable, page_table_of
+from kv_cache_manager_v2.disagg.page_table import HEADS_FIRST, KVCachePageTable, page_table_of
 
 SIZE = 4  # tokens a block
 HEADS = 4  # of the whole model

@@ -10,7 +10,7 @@ from kv_cache_manager_v2 import ConfigError, EmulatedDriver, KVCacheManager, exp
 from kv_cache_manager_v2.config import BufferConfig, HostCacheTierConfig, KVCacheManagerConfig, SsmLayerConfig
 from kv_cache_manager_v2.ids import CacheLevel, CacheTier, DataRole, LayerId, PageIndexMode
 from kv_cache_manager_v2.layout import pools
-from kv_cache_manager_v2.layout.explaining import FLOOR_OF_CONSTRAINTS, FLOOR_OF_ONE_REQUEST, draw_layout, human_bytes
+from kv_cache_manager_v2.layout.explain import FLOOR_OF_CONSTRAINTS, FLOOR_OF_ONE_REQUEST, draw_layout, human_bytes
 from kv_cache_manager_v2.layout.pools import build_layout
 from tests.layout.helpers import KIB, MIB, attention, batch, model, ssm
 

@@ -16,10 +16,10 @@ from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
-from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.matching import match
+from kv_cache_manager_v2.reuse.match import match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.reuse.tree import LOSS_CLEARED, LOSS_NONE, RadixTree
 
@@ -264,7 +264,7 @@ class _Inquiry:
         while position < limit and node is not None and node.children is not None:
             beg = self._tokens.byte_offset(position)
             end = self._tokens.byte_offset(min(position + self._size, self._tokens.num_tokens))
-            node = cast(Block, fan.nearest(node.children, self._tokens.data, beg, end))
+            node = cast(Block, sibling_trie.nearest(node.children, self._tokens.data, beg, end))
             path.append(node)
             position += self._size
         return path

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, EmulatedDriver, KVCache
-from kv_cache_manager_v2.page_matching import ByteMove, TransferPlan, match_page_tables, missing_buffers
-from kv_cache_manager_v2.page_table import FLAT, HEADS_FIRST, TOKENS_FIRST, KVCachePageTable, LayerGroup, PoolView
-from tests.page_table.helpers import SIZE, Rank, Split, ranks
+from kv_cache_manager_v2.disagg.page_matching import ByteMove, TransferPlan, match_page_tables, missing_buffers
+from kv_cache_manager_v2.disagg.page_table import FLAT, HEADS_FIRST, TOKENS_FIRST, KVCachePageTable, LayerGroup, PoolView
+from tests.disagg.helpers import SIZE, Rank, Split, ranks
 
 WHOLE = ((0, 1, 2, 3),)
 HALVES = ((0, 1), (2, 3))

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias, cast
 
 from kv_cache_manager_v2 import arguments
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.event_blocks import (
+from kv_cache_manager_v2.events.blocks import (
     BLOCK_REMOVED,
     GROUP_BITS,
     GROUP_MASK,
@@ -37,8 +37,8 @@ from kv_cache_manager_v2.event_blocks import (
     pack_state,
     priority_in,
 )
-from kv_cache_manager_v2.event_hashes import make_block_hashes
-from kv_cache_manager_v2.event_records import (
+from kv_cache_manager_v2.events.hashes import make_block_hashes
+from kv_cache_manager_v2.events.records import (
     NO_GROUP,
     BlockHash,
     EventSnapshot,
@@ -73,7 +73,7 @@ class KVCacheEventManager(CacheListener):
     """Give it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once per iteration, and read from anywhere.
 
     `max_kv_event_entries` bounds the events that wait for a reader; 0 turns all of it off. Events name blocks by `hash_algo` (see
-    event_hashes.py) and carry the layer group's window: `window_size_by_layer_group`, `window_size` for groups not listed. With
+    hashes.py) and carry the layer group's window: `window_size_by_layer_group`, `window_size` for groups not listed. With
     `attention_dp_gather`, a collective call that gives every rank's events to all, rank 0 publishes for all ranks and the others
     publish nothing; (rank, event id) names an event then. `mm_token_id_offset`, the id behind which ids count positions of
     multimodal items, makes stored blocks say which items they hold. Raises ConfigError (a ValueError).

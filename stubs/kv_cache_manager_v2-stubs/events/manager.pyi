@@ -1,7 +1,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from kv_cache_manager_v2.event_records import BlockHash, EventSnapshot, KVCacheEvent, KVCacheEventDiff, KVCacheStoredBlockData
+from kv_cache_manager_v2.events.records import BlockHash, EventSnapshot, KVCacheEvent, KVCacheEventDiff, KVCacheStoredBlockData
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]

@@ -1,7 +1,7 @@
 from collections.abc import Iterable, Sequence
 
-from kv_cache_manager_v2.event_records import NO_GROUP as NO_GROUP
-from kv_cache_manager_v2.event_records import BlockHash, EventSnapshot, KVCacheEvent
+from kv_cache_manager_v2.events.records import NO_GROUP as NO_GROUP
+from kv_cache_manager_v2.events.records import BlockHash, EventSnapshot, KVCacheEvent
 
 class MirroredBlock:
     parent_hash: BlockHash | None

@@ -9,9 +9,9 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.reuse import fan
+from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block
-from kv_cache_manager_v2.reuse.fan import Branch, Leaf
+from kv_cache_manager_v2.reuse.sibling_trie import Branch, Leaf
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack, unpack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest
@@ -50,11 +50,11 @@ def test_the_nearest_leaf_shares_the_longest_run(children: list[list[Token]], qu
     stored = fill(cache, children)
     sequence = pack([7, *query, 9])
     beg, end = sequence.byte_offset(1), sequence.byte_offset(1 + len(query))
-    leaf = fan.nearest(top(cache), sequence.data, beg, end)
-    shared = fan.common_bytes(leaf.tokens, sequence.data, beg, end)
+    leaf = sibling_trie.nearest(top(cache), sequence.data, beg, end)
+    shared = sibling_trie.common_bytes(leaf.tokens, sequence.data, beg, end)
     assert sequence.whole_tokens(beg + shared) - 1 == max(common(list(tokens), query) for tokens in stored)
     for block in stored.values():
-        assert fan.common_bytes(block.tokens, sequence.data, beg, end) <= shared
+        assert sibling_trie.common_bytes(block.tokens, sequence.data, beg, end) <= shared
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 300), st.integers(0, 8))
@@ -65,7 +65,7 @@ def test_common_bytes_is_the_common_prefix(a: bytes, b: bytes, same: int, beg: i
     expected = 0
     while expected < min(len(stored), len(a)) and stored[expected] == a[expected]:
         expected += 1
-    assert fan.common_bytes(stored, data, beg, beg + len(a)) == expected
+    assert sibling_trie.common_bytes(stored, data, beg, beg + len(a)) == expected
 
 
 @settings(max_examples=100)
@@ -83,7 +83,7 @@ def test_the_best_leaf_is_best(data: st.DataObject, children: list[list[Token]],
     least = data.draw(st.integers(1, 6), label="least")
     most = data.draw(st.integers(0, 6), label="most")
     sequence: TokenSequence = pack(query)
-    leaf, run = fan.best_leaf(top(cache), sequence, 0, len(query), least, most, snapshots)
+    leaf, run = sibling_trie.best_leaf(top(cache), sequence, 0, len(query), least, most, snapshots)
     offers: dict[tuple[Token, ...], int] = {}
     for tokens, block in stored.items():
         usable = min(most, common(list(tokens), query))
