@@ -120,16 +120,16 @@ def request_pages(cache: KVCache, life_cycle: int, beam: int = 0) -> list[Page |
     """
     shared = cache.state.shared
     with shared.lock:
-        lane = cache.state.lane(life_cycle, beam)
-        if lane is None:
+        table = cache.state.table(life_cycle, beam)
+        if table is None:
             raise ConfigError(f"life cycle {life_cycle} is recurrent, or there is no such one: attention has {shared.attention}")
-        return list(lane.pages)
+        return list(table.pages)
 
 
 def state_page(cache: KVCache, beam: int = 0) -> Page | None:
     """The page of a request's live recurrent state; None without one."""
-    recurrences = cache.state.recurrences()
-    return recurrences[beam].page if recurrences else None
+    recurrent_states = cache.state.recurrent_states()
+    return recurrent_states[beam].page if recurrent_states else None
 
 
 def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]:

@@ -419,10 +419,10 @@ class KVCache:
         beam = self._beam(beam_idx)
         index = whole(layer_group_id, "layer_group_id")
         state = self._state
-        recurrences = state.recurrences()
-        if not recurrences or index != recurrences[0].index:
+        recurrent_states = state.recurrent_states()
+        if not recurrent_states or index != recurrent_states[0].index:
             raise ConfigError(f"layer group {index} is not recurrent")
-        page = recurrences[beam].page
+        page = recurrent_states[beam].page
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
     def get_scratch_desc(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
@@ -430,8 +430,8 @@ class KVCache:
 
         Each beam has slots of its own. Valid until a length changes.
         """
-        lane = self._lane(layer_group_id, beam_idx)
-        return scratch.describe(lane) if self._state.scratch else None
+        table = self._table(layer_group_id, beam_idx)
+        return scratch.describe(table) if self._state.scratch else None
 
     @property
     def has_scratch_slots(self) -> bool:
@@ -453,18 +453,18 @@ class KVCache:
         return instance(mode, PageIndexMode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
 
     def _row(self, layer_group_id: object, beam_idx: object) -> PageIndexRow:
-        return self._lane(layer_group_id, beam_idx).row
+        return self._table(layer_group_id, beam_idx).row
 
-    def _lane(self, layer_group_id: object, beam_idx: object) -> BlockTable:
+    def _table(self, layer_group_id: object, beam_idx: object) -> BlockTable:
         beam = self._beam(beam_idx)
         index = whole(layer_group_id, "layer_group_id")
         count = len(self._shared.life_cycles)
         if not 0 <= index < count:
             raise ConfigError(f"layer group {index} is out of range: this manager has {count}")
-        lane = self._state.lane(index, beam)
-        if lane is None:
+        table = self._state.table(index, beam)
+        if table is None:
             raise ConfigError(f"layer group {index} is recurrent: it has no page for each block")
-        return lane
+        return table
 
     def _beam(self, beam_idx: object) -> int:
         beam = whole(beam_idx, "beam_idx")

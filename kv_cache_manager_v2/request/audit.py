@@ -25,27 +25,27 @@ def check_accounts(shared: ManagerState) -> None:
     locks: dict[int, int] = {}
     holds: dict[int, int] = {}
     pages: dict[int, Page] = {}
-    for state in shared.open.values():
-        _check_state(state)
-        for lane in state.lanes:
-            beg, end = lane.stale(state.history)
-            for ordinal, page in enumerate(lane.pages):
+    for request in shared.open.values():
+        _check_state(request)
+        for table in request.tables:
+            beg, end = table.stale(request.history)
+            for ordinal, page in enumerate(table.pages):
                 if page is None:
                     continue
-                locked = state.status == ACTIVE and not beg <= ordinal < end
+                locked = request.status == ACTIVE and not beg <= ordinal < end
                 book = locks if locked else holds
                 key = id(page)
                 book[key] = book.get(key, 0) + 1
                 pages[key] = page
-            for page in lane.scratch:
+            for page in table.scratch:
                 locks[id(page)] = locks.get(id(page), 0) + 1
                 pages[id(page)] = page
-        for recurrence in state.recurrences():
-            if recurrence.page is not None:
-                book = locks if state.status == ACTIVE else holds
-                key = id(recurrence.page)
+        for recurrent in request.recurrent_states():
+            if recurrent.page is not None:
+                book = locks if request.status == ACTIVE else holds
+                key = id(recurrent.page)
                 book[key] = book.get(key, 0) + 1
-                pages[key] = recurrence.page
+                pages[key] = recurrent.page
     _check_pins(shared)
     for page in pages.values():
         assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
@@ -58,27 +58,27 @@ def check_accounts(shared: ManagerState) -> None:
 def _check_pins(shared: ManagerState) -> None:
     """Assert that blocks are pinned by open requests only, each by those whose path ends there."""
     pins: dict[int, int] = {}
-    for state in shared.open.values():
-        if state.tip is not None:
-            pins[id(state.tip)] = pins.get(id(state.tip), 0) + 1
+    for request in shared.open.values():
+        if request.tip is not None:
+            pins[id(request.tip)] = pins.get(id(request.tip), 0) + 1
     for block in [*shared.tree.all_blocks(), *shared.tree.roots()]:
         assert block.pins == pins.get(id(block), 0), (block.ordinal, block.pins, pins.get(id(block), 0))
 
 
-def _check_state(state: Request) -> None:
-    size = state.tokens_per_block
-    assert state.committed <= state.history <= state.capacity
-    assert state.num_blocks == -(-state.capacity // size)
-    assert len(state.path) == state.committed // size
-    assert (state.tip is None) == (not state.path), "the path ends where the full committed blocks end"
-    assert state.tip is None or state.tip.pins > 0
-    for lane in state.lanes:
-        beg, end = lane.stale(state.history)
-        assert len(lane.pages) == state.num_blocks == lane.row.length
-        assert lane.life_cycle.next_stale_change(state.history) >= state.next_stale
-        entries = lane.row.values()
-        for ordinal, page in enumerate(lane.pages):
-            live = page is not None and state.status == ACTIVE and not beg <= ordinal < end
+def _check_state(request: Request) -> None:
+    size = request.tokens_per_block
+    assert request.committed <= request.history <= request.capacity
+    assert request.num_blocks == -(-request.capacity // size)
+    assert len(request.path) == request.committed // size
+    assert (request.tip is None) == (not request.path), "the path ends where the full committed blocks end"
+    assert request.tip is None or request.tip.pins > 0
+    for table in request.tables:
+        beg, end = table.stale(request.history)
+        assert len(table.pages) == request.num_blocks == table.row.length
+        assert table.life_cycle.next_stale_change(request.history) >= request.next_stale
+        entries = table.row.values()
+        for ordinal, page in enumerate(table.pages):
+            live = page is not None and request.status == ACTIVE and not beg <= ordinal < end
             if live and page is not None:
                 assert page.level == 0, page.level
                 assert entries[ordinal] == page.slot

@@ -20,137 +20,139 @@ from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 
 
-def resize(state: Request, capacity: int | None, history: int | None) -> bool:
+def resize(request: Request, capacity: int | None, history: int | None) -> bool:
     """`KVCache.resize` where it leaves the request's own state."""
-    with state.shared.lock:
-        return _resize(state, capacity, history)
+    with request.shared.lock:
+        return _resize(request, capacity, history)
 
 
-def _resize(state: Request, capacity: int | None, history: int | None) -> bool:
+def _resize(request: Request, capacity: int | None, history: int | None) -> bool:
     """Lock held."""
-    shared = state.shared
+    shared = request.shared
     tidy(shared)
-    state.require(ACTIVE, "resize()")
-    done = capacity is not None and history is None and growth.add_blocks(state, capacity)
+    request.require(ACTIVE, "resize()")
+    done = capacity is not None and history is None and growth.add_blocks(request, capacity)
     if not done:
-        done = growth.resize(state, state.capacity if capacity is None else capacity, state.history if history is None else history)
+        done = growth.resize(
+            request, request.capacity if capacity is None else capacity, request.history if history is None else history
+        )
     if done:
-        state.sample()
+        request.sample()
     conclude(shared)
     return done
 
 
-def commit(state: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
+def commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
-    with state.shared.lock:
-        tidy(state.shared)
-        _commit(state, tokens, beam_indices, is_end)
+    with request.shared.lock:
+        tidy(request.shared)
+        _commit(request, tokens, beam_indices, is_end)
 
 
-def commit_token(state: Request, token: int) -> None:
+def commit_token(request: Request, token: int) -> None:
     """`KVCache.commit([token])`."""
-    if not committing.append_inside_block(state, token):
-        with state.shared.lock:
-            _commit_token(state, token, NULL_POINT)
+    if not committing.append_inside_block(request, token):
+        with request.shared.lock:
+            _commit_token(request, token, NULL_POINT)
 
 
-def _commit_token(state: Request, token: int, point: Point) -> Point:
+def _commit_token(request: Request, token: int, point: Point) -> Point:
     """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
     held."""
-    tidy(state.shared)
-    if not committing.takes_one(state, token):
-        _commit(state, pack([token], state.text_only), None, False)
+    tidy(request.shared)
+    if not committing.takes_one(request, token):
+        _commit(request, pack([token], request.text_only), None, False)
         return point
     if point == NULL_POINT:
-        point = state.shared.timeline.record(state.stream)
-    committing.commit_one(state, token, point)
-    conclude(state.shared)
+        point = request.shared.timeline.record(request.stream)
+    committing.commit_one(request, token, point)
+    conclude(request.shared)
     return point
 
 
-def _commit(state: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
+def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """Lock held, and tidy."""
     if tokens.num_tokens > 0:
-        state.require(ACTIVE, "commit()")
-        committing.check_commit(state, tokens.num_tokens)
+        request.require(ACTIVE, "commit()")
+        committing.check_commit(request, tokens.num_tokens)
         beams: list[int] = []
-        if state.width > 1 or beam_indices is not None:
-            beams = choose_beams(state, tokens.num_tokens, _beam_list(beam_indices))
-        committing.commit(state, tokens, beams, is_end)
-    elif state.status == CLOSED:
+        if request.width > 1 or beam_indices is not None:
+            beams = choose_beams(request, tokens.num_tokens, _beam_list(beam_indices))
+        committing.commit(request, tokens, beams, is_end)
+    elif request.status == CLOSED:
         raise LogicError("commit(): this cache is closed")
     if is_end:
-        committing.stop_committing(state, True, NULL_POINT)
-    conclude(state.shared)
+        committing.stop_committing(request, True, NULL_POINT)
+    conclude(request.shared)
 
 
 def _beam_list(indices: object) -> list[int] | None:
     return None if indices is None else wholes(indices, "beam_search_indices", 0)
 
 
-def resize_all(states: list[Request], capacities: list[object], histories: list[object] | None) -> int:
+def resize_all(requests: list[Request], capacities: list[object], histories: list[object] | None) -> int:
     """Resize from the front until one is short of pages; how many were done."""
-    count = len(states)
+    count = len(requests)
     if len(capacities) != count or (histories is not None and len(histories) != count):
         raise ConfigError(f"{count} caches need {count} capacities, and as many histories if any are given")
     if count == 0:
         return 0
     position = 0
-    with states[0].shared.lock:
+    with requests[0].shared.lock:
         try:
             for position in range(count):
-                state = states[position]
+                request = requests[position]
                 item = capacities[position]
                 capacity = item if type(item) is int else whole(item, f"capacities[{position}]")
                 if histories is None:
-                    if growth.stay_inside_block(state, capacity):
+                    if growth.stay_inside_block(request, capacity):
                         continue
-                    if not _resize(state, capacity, None):
+                    if not _resize(request, capacity, None):
                         return position
-                elif not _resize(state, capacity, whole(histories[position], f"histories[{position}]")):
+                elif not _resize(request, capacity, whole(histories[position], f"histories[{position}]")):
                     return position
         except KVCacheError as error:
-            _say_whose(error, states[position], position)
+            _say_whose(error, requests[position], position)
             raise
     return count
 
 
-def commit_all(states: list[Request], tokens: list[object]) -> None:
+def commit_all(requests: list[Request], tokens: list[object]) -> None:
     """Commit to each request in order; an int stands for a list of that one token."""
-    count = len(states)
+    count = len(requests)
     if len(tokens) != count:
         raise ConfigError(f"{count} caches need {count} token lists, got {len(tokens)}")
     if count == 0:
         return
-    stream = states[0].stream
+    stream = requests[0].stream
     point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
     position = 0
-    with states[0].shared.lock:
+    with requests[0].shared.lock:
         try:
             for position in range(count):
-                state = states[position]
+                request = requests[position]
                 item = tokens[position]
                 if type(item) is int:
                     token = item
                 else:
                     scalar = _scalar(item)
                     if scalar is None:
-                        commit(state, pack(item, state.text_only), None, False)
+                        commit(request, pack(item, request.text_only), None, False)
                         continue
                     token = scalar
-                if not committing.append_inside_block(state, token):
-                    if state.stream != stream:
-                        stream = state.stream
+                if not committing.append_inside_block(request, token):
+                    if request.stream != stream:
+                        stream = request.stream
                         point = NULL_POINT
-                    point = _commit_token(state, token, point)
+                    point = _commit_token(request, token, point)
         except KVCacheError as error:
-            _say_whose(error, states[position], position)
+            _say_whose(error, requests[position], position)
             raise
 
 
-def _say_whose(error: KVCacheError, state: Request, position: int) -> None:
+def _say_whose(error: KVCacheError, request: Request, position: int) -> None:
     """An error of a batch says of which request it speaks; those before it are done."""
-    named = f" (id {state.request_id})" if state.request_id is not None else ""
+    named = f" (id {request.request_id})" if request.request_id is not None else ""
     error.args = (f"caches[{position}]{named}: {error.args[0] if error.args else error}", *error.args[1:])
 
 

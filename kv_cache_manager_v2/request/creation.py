@@ -15,66 +15,66 @@ from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.statistics import SsmSnapshotIterationStatsDelta
 
 
-def take_up(state: Request, match: Match, tokens: TokenSequence) -> None:
+def take_up(request: Request, match: Match, tokens: TokenSequence) -> None:
     """Start a new request from a match: hold the pages that it needs, none of them moved, and stand SUSPENDED at its length."""
-    shared = state.shared
+    shared = request.shared
     count = match.num_tokens
-    size = state.tokens_per_block
-    priorities = _matched_priorities(state, match)
-    state.committed = count
-    state.divergence = match.divergence
-    state.before_hybrid = match.before_hybrid
-    state.set_history(count)
-    state.set_capacity(count)
+    size = request.tokens_per_block
+    priorities = _matched_priorities(request, match)
+    request.committed = count
+    request.divergence = match.divergence
+    request.before_hybrid = match.before_hybrid
+    request.set_history(count)
+    request.set_capacity(count)
     full = count // size
-    state.has_digests = bool(tokens.digests) and tokens.digests[0] < count
-    state.path = match.blocks[:full]
-    state.tail.write(tokens.slice_bytes(full * size, count))
-    state.borrowed_tail = count % size != 0
+    request.has_digests = bool(tokens.digests) and tokens.digests[0] < count
+    request.path = match.blocks[:full]
+    request.tail.write(tokens.slice_bytes(full * size, count))
+    request.borrowed_tail = count % size != 0
     if full > 0:
-        state.tip = match.blocks[full - 1]
+        request.tip = match.blocks[full - 1]
         shared.tree.pin(match.blocks[full - 1])
     held: list[int] = []
     cold = 0
-    for number, lane in enumerate(state.lanes):
-        some, some_cold = _hold_matched(state, lane, match, priorities[number] if priorities else [])
+    for number, table in enumerate(request.tables):
+        some, some_cold = _hold_matched(request, table, match, priorities[number] if priorities else [])
         held.append(some)
         cold += some_cold
-    recurrence = state.recurrence
-    if recurrence is not None and count > 0:
-        snapshot = match.blocks[-1].page(recurrence.index)
+    recurrent = request.recurrent
+    if recurrent is not None and count > 0:
+        snapshot = match.blocks[-1].page(recurrent.index)
         assert snapshot is not None, "a match ends at a snapshot"
-        recurrence.borrow(shared.hierarchy, snapshot)
-    _credit_levels(state, cold)
-    if state.pending is not None:
-        _count_reuse(state, state.pending, match, held, cold)
+        recurrent.borrow(shared.hierarchy, snapshot)
+    _credit_levels(request, cold)
+    if request.pending is not None:
+        _count_reuse(request, request.pending, match, held, cold)
     shared.tuner.sample_reused(count)
 
 
-def _matched_priorities(state: Request, match: Match) -> list[list[int]]:
-    """The callback's priority of each page that the match gives, lane by lane; empty without a callback. Changes nothing."""
-    if state.priority is None:
+def _matched_priorities(request: Request, match: Match) -> list[list[int]]:
+    """The callback's priority of each page that the match gives, table by table; empty without a callback. Changes nothing."""
+    if request.priority is None:
         return []
     priorities: list[list[int]] = []
-    for lane in state.lanes:
-        beg, end = lane.life_cycle.stale(match.num_tokens)
+    for table in request.tables:
+        beg, end = table.life_cycle.stale(match.num_tokens)
         asked: list[int] = []
         for ordinal, block in enumerate(match.blocks):
-            if not beg <= ordinal < end and block.page(lane.index) is not None:
-                asked.append(state.page_priority(ordinal, lane.life_cycle))
+            if not beg <= ordinal < end and block.page(table.index) is not None:
+                asked.append(request.page_priority(ordinal, table.life_cycle))
         priorities.append(asked)
     return priorities
 
 
-def _hold_matched(state: Request, lane: BlockTable, match: Match, priorities: list[int]) -> tuple[int, int]:
+def _hold_matched(request: Request, table: BlockTable, match: Match, priorities: list[int]) -> tuple[int, int]:
     """Hold the pages of one life cycle that are not stale at the matched length; how many, and how many of them are not on the
     GPU."""
-    hierarchy = state.shared.hierarchy
-    beg, end = lane.life_cycle.stale(match.num_tokens)
+    hierarchy = request.shared.hierarchy
+    beg, end = table.life_cycle.stale(match.num_tokens)
     held = 0
     cold = 0
     for ordinal, block in enumerate(match.blocks):
-        page = None if beg <= ordinal < end else block.page(lane.index)
+        page = None if beg <= ordinal < end else block.page(table.index)
         if page is not None:
             if priorities:
                 hierarchy.raise_priority(page, priorities[held])
@@ -82,53 +82,53 @@ def _hold_matched(state: Request, lane: BlockTable, match: Match, priorities: li
             held += 1
             if page.level != GPU_LEVEL:
                 cold += 1
-        lane.pages.append(page)
-    lane.row.fill(bad_run(state.num_blocks))
+        table.pages.append(page)
+    table.row.fill(bad_run(request.num_blocks))
     return held, cold
 
 
-def _credit_levels(state: Request, cold: int) -> None:
+def _credit_levels(request: Request, cold: int) -> None:
     """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
 
     A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU. Without attention it is the
     snapshot that has to be brought. `cold` is the number of attention pages that are not on the GPU.
     """
-    size = state.tokens_per_block
-    if not state.lanes and state.recurrence is not None and state.recurrence.page is not None:
-        state.cached_tokens_by_level[state.recurrence.page.level] += state.committed
+    size = request.tokens_per_block
+    if not request.tables and request.recurrent is not None and request.recurrent.page is not None:
+        request.cached_tokens_by_level[request.recurrent.page.level] += request.committed
         return
     if cold == 0:
-        state.cached_tokens_by_level[GPU_LEVEL] += state.committed
+        request.cached_tokens_by_level[GPU_LEVEL] += request.committed
         return
-    for ordinal in range(state.num_blocks):
+    for ordinal in range(request.num_blocks):
         level = 0
-        for lane in state.lanes:
-            page = lane.pages[ordinal]
+        for table in request.tables:
+            page = table.pages[ordinal]
             if page is not None and page.level > level:
                 level = page.level
-        state.cached_tokens_by_level[level] += min(size, state.committed - ordinal * size)
+        request.cached_tokens_by_level[level] += min(size, request.committed - ordinal * size)
 
 
-def _count_reuse(state: Request, pending: PendingStats, match: Match, held: list[int], cold: int) -> None:
+def _count_reuse(request: Request, pending: PendingStats, match: Match, held: list[int], cold: int) -> None:
     """Count the blocks that the match saved, by the level of their pages, and the look-up of a snapshot.
 
-    `held` pages by lane, `cold` ones of all lanes that are not on the GPU.
+    `held` pages by table, `cold` ones of all tables that are not on the GPU.
     """
-    full = match.num_tokens // state.tokens_per_block
-    for number, lane in enumerate(state.lanes):
+    full = match.num_tokens // request.tokens_per_block
+    for number, table in enumerate(request.tables):
         if cold == 0:
-            partial = 1 if full < len(lane.pages) and lane.pages[full] is not None else 0
-            pending.found(lane.index, GPU_LEVEL, held[number] - partial, partial)
+            partial = 1 if full < len(table.pages) and table.pages[full] is not None else 0
+            pending.found(table.index, GPU_LEVEL, held[number] - partial, partial)
             continue
-        for ordinal, page in enumerate(lane.pages):
+        for ordinal, page in enumerate(table.pages):
             if page is not None:
                 partial = 0 if ordinal < full else 1
-                pending.found(lane.index, page.level, 1 - partial, partial)
-    for level, count in enumerate(state.cached_tokens_by_level):
+                pending.found(table.index, page.level, 1 - partial, partial)
+    for level, count in enumerate(request.cached_tokens_by_level):
         pending.reused_tokens_by_level[level] = count
     pending.tail_matched = True
-    state.settle_counts()
-    looked_up = state.recurrence is not None and match.num_lookup_tokens > 0
+    request.settle_counts()
+    looked_up = request.recurrent is not None and match.num_lookup_tokens > 0
     if looked_up:
         snapshots = pending.snapshots = SsmSnapshotIterationStatsDelta()
         snapshots.snapshot_lookups = 1
@@ -138,9 +138,9 @@ def _count_reuse(state: Request, pending: PendingStats, match: Match, held: list
             snapshots.snapshot_misses = 1
         else:
             snapshots.snapshot_hits = 1
-            if match.num_tokens % state.tokens_per_block == 0:
+            if match.num_tokens % request.tokens_per_block == 0:
                 snapshots.aligned_snapshot_hits = 1
             else:
                 snapshots.unaligned_snapshot_hits = 1
     pending.dirty = match.num_tokens > 0 or looked_up
-    state.mark_dirty()
+    request.mark_dirty()

@@ -14,85 +14,85 @@ from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 
 
-def fork(state: Request, request_id: int | None) -> Request:
+def fork(request: Request, request_id: int | None) -> Request:
     """A SUSPENDED request with the same committed tokens and history, its capacity cut to the history.
 
     Raises OutOfPagesError, with nothing changed, if recurrent state has to be copied and there is no slot for it.
     """
-    shared = state.shared
-    twin = Request(shared, state.scope, request_id, state.priority)
-    if state.status == ACTIVE:
-        _mark_written(state)
-    snapshot = _copy_state(state)
-    size = state.tokens_per_block
-    beam = state.last_beam
-    twin.committed = state.committed
-    twin.set_history(state.history)
-    twin.set_capacity(state.history)
-    twin.path = list(state.path)
-    twin.tail.write(state.tail.getvalue())
-    twin.commit_allowed = state.commit_allowed
-    twin.text_only = state.text_only
-    twin.has_digests = state.has_digests
-    twin.scratch = state.scratch
-    twin.provision = state.provision.share() if state.provision is not None else None
+    shared = request.shared
+    twin = Request(shared, request.scope, request_id, request.priority)
+    if request.status == ACTIVE:
+        _mark_written(request)
+    snapshot = _copy_state(request)
+    size = request.tokens_per_block
+    beam = request.last_beam
+    twin.committed = request.committed
+    twin.set_history(request.history)
+    twin.set_capacity(request.history)
+    twin.path = list(request.path)
+    twin.tail.write(request.tail.getvalue())
+    twin.commit_allowed = request.commit_allowed
+    twin.text_only = request.text_only
+    twin.has_digests = request.has_digests
+    twin.scratch = request.scratch
+    twin.loads = request.loads.share() if request.loads is not None else None
     if snapshot is not None:
-        _await_source(state, twin)
-    twin.borrowed_tail = state.history % size != 0
-    if state.pending is not None:
-        twin.pending = PendingStats(len(shared.life_cycles), shared.hierarchy.num_levels, state.pending.expected_prompt_length)
-    if state.tip is not None:
-        twin.tip = state.tip
-        shared.tree.pin(state.tip)
-    for number, lane in enumerate(twin.lanes):
-        _share_pages(state, state.lanes[number], state.lanes[beam * len(twin.lanes) + number], lane, twin.num_blocks)
+        _await_source(request, twin)
+    twin.borrowed_tail = request.history % size != 0
+    if request.pending is not None:
+        twin.pending = PendingStats(len(shared.life_cycles), shared.hierarchy.num_levels, request.pending.expected_prompt_length)
+    if request.tip is not None:
+        twin.tip = request.tip
+        shared.tree.pin(request.tip)
+    for number, table in enumerate(twin.tables):
+        _share_pages(request, request.tables[number], request.tables[beam * len(twin.tables) + number], table, twin.num_blocks)
     twin.settle_counts()
-    if snapshot is not None and twin.recurrence is not None:
+    if snapshot is not None and twin.recurrent is not None:
         shared.hierarchy.hold(snapshot)
-        twin.recurrence.page = snapshot
+        twin.recurrent.page = snapshot
     return twin
 
 
-def _share_pages(state: Request, main: BlockTable, source: BlockTable, lane: BlockTable, blocks: int) -> None:
-    """Hold a beam's pages of the first blocks, those that wait for a late commit too; what it shares is in beam 0's lane."""
+def _share_pages(request: Request, main: BlockTable, source: BlockTable, table: BlockTable, blocks: int) -> None:
+    """Hold a beam's pages of the first blocks, those that wait for a late commit too; what it shares is in beam 0's table."""
     for ordinal in range(blocks):
         page = source.pages[ordinal]
         if page is None:
             page = main.pages[ordinal]
         if page is not None:
-            state.shared.hierarchy.hold(page)
-        lane.pages.append(page)
-    lane.row.fill(bad_run(blocks))
+            request.shared.hierarchy.hold(page)
+        table.pages.append(page)
+    table.row.fill(bad_run(blocks))
 
 
-def _mark_written(state: Request) -> None:
+def _mark_written(request: Request) -> None:
     """What our stream has queued so far is what the fork's stream must wait for."""
-    shared = state.shared
-    point = shared.timeline.record(state.stream)
-    for lane in state.lanes:
-        for ordinal, page in enumerate(lane.pages):
-            if page is not None and (page.owner is None or ordinal >= len(state.path)):
+    shared = request.shared
+    point = shared.timeline.record(request.stream)
+    for table in request.tables:
+        for ordinal, page in enumerate(table.pages):
+            if page is not None and (page.owner is None or ordinal >= len(request.path)):
                 shared.hierarchy.merge_ready(page, point)
 
 
-def _await_source(state: Request, twin: Request) -> None:
+def _await_source(request: Request, twin: Request) -> None:
     """The copy of the recurrent state is right only if the transfers that still carry its source end well."""
-    source = state.recurrences()[state.last_beam].page
+    source = request.recurrent_states()[request.last_beam].page
     if source is not None and source.transfers > 0:
         twin.await_page(source)
 
 
-def _copy_state(state: Request) -> Page | None:
+def _copy_state(request: Request) -> Page | None:
     """A copy of the live recurrent state, on whatever level has room for it."""
-    if state.recurrence is None:
+    if request.recurrent is None:
         return None
-    recurrence = state.recurrences()[state.last_beam]
-    if recurrence.page is None:
+    recurrent = request.recurrent_states()[request.last_beam]
+    if recurrent.page is None:
         return None
-    if recurrence.page.lost:
-        state.await_page(recurrence.page)
-        state.require(state.status, "fork()")
-    copy = state.shared.hierarchy.try_copy(recurrence.page, recurrence.page.priority, state.stream)
+    if recurrent.page.lost:
+        request.await_page(recurrent.page)
+        request.require(request.status, "fork()")
+    copy = request.shared.hierarchy.try_copy(recurrent.page, recurrent.page.priority, request.stream)
     if copy is None:
         raise OutOfPagesError(
             "fork(): no slot on any level for a copy of the recurrent state; suspend or close another cache first"

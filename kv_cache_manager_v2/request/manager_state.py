@@ -55,15 +55,15 @@ class ManagerState:
         self.life_cycles: list[LifeCycle] = layout.life_cycles
         self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]
         self.attention: list[int] = [lc.index for lc in layout.life_cycles if lc.is_attention]
-        self.lanes_in_group: list[int] = [0] * layout.num_pool_groups  # attention life cycles by pool group: lanes of one beam
+        self.tables_in_group: list[int] = [0] * layout.num_pool_groups  # attention life cycles by pool group: tables of one beam
         for life_cycle in self.attention:
-            self.lanes_in_group[self.pool_group_of[life_cycle]] += 1
+            self.tables_in_group[self.pool_group_of[life_cycle]] += 1
         self.ssm: LifeCycle | None = layout.ssm
         self.scratch: bool = layout.max_rewind is not None
         self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
         self.lock = Lock()
         self.open: dict[int, Request] = {}  # by serial number
-        self.provisions: list[PendingLoads] = []  # of requests that closed before their file transfers ended
+        self.closed_loads: list[PendingLoads] = []  # of requests that closed before their file transfers ended
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
         self.abandoned: list[Request] = []  # handles dropped without close; the next public call closes them
         self.calling_out = False  # a priority callback is running, on the thread that has the lock

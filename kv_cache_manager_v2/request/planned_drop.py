@@ -57,19 +57,19 @@ def withdraw(shared: ManagerState, pages: list[Page]) -> None:
             shared.tree.drop_page(page)
 
 
-def plan(state: Request) -> PlannedDropHandle | None:
+def plan(request: Request) -> PlannedDropHandle | None:
     """A handle on the pages that only a request starting at exactly the committed length needs; None if it could not start there.
 
     Raises LogicError while committing goes on.
     """
-    if state.commit_allowed:
+    if request.commit_allowed:
         raise LogicError("plan_committed_block_drop() needs stop_committing() first: the endpoint is not settled yet")
-    if state.committed == 0:
+    if request.committed == 0:
         return None
-    shared = state.shared
-    tokens = pack(state.committed_tokens())
-    found = match(shared.tree, state.scope, tokens, True, 0)
-    if found.num_tokens != state.committed:
+    shared = request.shared
+    tokens = pack(request.committed_tokens())
+    found = match(shared.tree, request.scope, tokens, True, 0)
+    if found.num_tokens != request.committed:
         return None
     return PlannedDropHandle(shared, _planned_pages(shared, found))
 

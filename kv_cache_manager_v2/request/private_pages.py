@@ -11,15 +11,15 @@ from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.storage.page import Page
 
 
-def private_copy(state: Request, life_cycle: int, source: Page | None, priority: int) -> Page:
+def private_copy(request: Request, life_cycle: int, source: Page | None, priority: int) -> Page:
     """A locked page of ours with the bytes of `source`, or with undefined bytes if there is none."""
-    shared = state.shared
+    shared = request.shared
     own = shared.hierarchy.new_page(life_cycle, priority)
     try:
-        shared.timeline.wait(state.stream, own.ready)
+        shared.timeline.wait(request.stream, own.ready)
         if source is not None:
-            shared.hierarchy.copy_into(source, own, state.stream)
+            shared.hierarchy.copy_into(source, own, request.stream)
     except KVCacheError:  # our stream may still write there: the copy of another pool was queued before
-        shared.hierarchy.unlock(own, shared.timeline.record_or_wait(state.stream))
+        shared.hierarchy.unlock(own, shared.timeline.record_or_wait(request.stream))
         raise
     return own

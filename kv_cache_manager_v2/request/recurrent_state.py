@@ -1,4 +1,4 @@
-"""Recurrent (SSM) state: one live slot per request, and snapshots of it in the tree.
+"""Recurrent (SSM) request: one live slot per request, and snapshots of it in the tree.
 
 Rule: a snapshot is good at exactly one length, so it is taken when tokens are committed and the state stands at their end. The live
 state is never shared and never a victim; a snapshot may be dropped at once, and one that finds no room is skipped.
@@ -24,7 +24,7 @@ class RecurrentState:
         self.skipped = 0  # snapshots for which there was no room
 
     def needs_slot(self) -> bool:
-        """Whether the next resume takes a slot for the state."""
+        """Whether the next resume takes a slot for the request."""
         return self.page is None or self.borrowed
 
     def borrow(self, hierarchy: Hierarchy, snapshot: Page) -> None:

@@ -68,25 +68,25 @@ class Request:
         self.history = 0
         self.committed = 0
         self.num_blocks = 0
-        self.steady_above = 0  # a capacity in (steady_above, steady_to] needs exactly num_blocks blocks
-        self.steady_to = 0
-        self.scratch_from = NEVER  # smallest capacity at which some lane needs scratch slots, at this history or a later one
+        self.block_start = 0  # a capacity in (block_start, block_end] needs exactly num_blocks blocks
+        self.block_end = 0
+        self.scratch_from = NEVER  # smallest capacity at which some table needs scratch slots, at this history or a later one
         self.next_stale = NEVER  # smallest history at which some window's stale range grows
         # pages
-        self.lanes: list[BlockTable] = [
+        self.tables: list[BlockTable] = [
             BlockTable(shared.life_cycles[index], shared.pool_group_of[index]) for index in shared.attention
         ]
-        self.main_lanes: list[BlockTable] = (
-            self.lanes
-        )  # those of beam 0; the lanes of further beams follow in `lanes`, beam by beam
+        self.main_tables: list[BlockTable] = (
+            self.tables
+        )  # those of beam 0; the tables of further beams follow in `tables`, beam by beam
         self.width = 1  # beams
         self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
         self.last_beam = 0  # beam that the last committed token was taken from: the one that goes on from there
-        self.recurrence: RecurrentState | None = None  # with SSM layers; beam 0's
-        self.extra_recurrences: list[RecurrentState] = []  # of the further beams
+        self.recurrent: RecurrentState | None = None  # with SSM layers; beam 0's
+        self.more_recurrent: list[RecurrentState] = []  # of the further beams
         if shared.ssm is not None:
-            self.recurrence = RecurrentState(shared.ssm, shared.pool_group_of[shared.ssm.index])
-        self.provision: PendingLoads | None = None  # while file transfers still carry bytes that we build on
+            self.recurrent = RecurrentState(shared.ssm, shared.pool_group_of[shared.ssm.index])
+        self.loads: PendingLoads | None = None  # while file transfers still carry bytes that we build on
         self.lost = ""  # why the request can only be closed
         # reuse
         self.tip: Block | None = None  # deepest tree block of our path, pinned; None before the first full block
@@ -112,19 +112,19 @@ class Request:
         self.started = False  # whether it was ever resumed
         self.set_history(0)
 
-    def lane(self, life_cycle: int, beam: int) -> BlockTable | None:
-        """The lane of an attention life cycle and beam; None for a recurrent one."""
-        count = len(self.main_lanes)
+    def table(self, life_cycle: int, beam: int) -> BlockTable | None:
+        """The table of an attention life cycle and beam; None for a recurrent one."""
+        count = len(self.main_tables)
         for number in range(beam * count, (beam + 1) * count):
-            if self.lanes[number].index == life_cycle:
-                return self.lanes[number]
+            if self.tables[number].index == life_cycle:
+                return self.tables[number]
         return None
 
-    def recurrences(self) -> list[RecurrentState]:
+    def recurrent_states(self) -> list[RecurrentState]:
         """The live recurrent states, by beam; none without SSM layers."""
-        if self.recurrence is None:
+        if self.recurrent is None:
             return []
-        return [self.recurrence, *self.extra_recurrences]
+        return [self.recurrent, *self.more_recurrent]
 
     # --- lengths
 
@@ -132,14 +132,14 @@ class Request:
         size = self.tokens_per_block
         self.capacity = capacity
         self.num_blocks = -(-capacity // size)
-        self.steady_to = self.num_blocks * size
-        self.steady_above = self.steady_to - size
+        self.block_end = self.num_blocks * size
+        self.block_start = self.block_end - size
 
     def set_history(self, history: int) -> None:
         self.history = history
         soonest = NEVER
-        for lane in self.main_lanes:
-            change = lane.life_cycle.next_stale_change(history)
+        for table in self.main_tables:
+            change = table.life_cycle.next_stale_change(history)
             if change < soonest:
                 soonest = change
         self.next_stale = soonest
@@ -149,15 +149,15 @@ class Request:
         """See `scratch_from`: stale(capacity - rewind) must reach beyond the block in which the history ends."""
         block = -(-history // self.tokens_per_block)
         least = NEVER
-        for lane in self.main_lanes:
-            window = lane.life_cycle.window_size
+        for table in self.main_tables:
+            window = table.life_cycle.window_size
             if window is not None:
-                first = max(block, lane.life_cycle.num_sink_blocks) + 1
+                first = max(block, table.life_cycle.num_sink_blocks) + 1
                 least = min(least, first * self.tokens_per_block + window - 1 + self.shared.max_rewind)
         return least
 
     def holds_scratch(self) -> bool:
-        return any(lane.scratch for lane in self.main_lanes)
+        return any(table.scratch for table in self.main_tables)
 
     def sample(self) -> None:
         """Add the present lengths to the request's means, which guide the split of the memory: once per resize."""
@@ -181,25 +181,25 @@ class Request:
             if self.request_id not in ledger.excluded:
                 ledger.dirty.add(self.request_id)
 
-    def count_taken(self, lane: BlockTable, first: int, count: int) -> None:
-        """Count the pages that a lane took from this ordinal on."""
+    def count_taken(self, table: BlockTable, first: int, count: int) -> None:
+        """Count the pages that a table took from this ordinal on."""
         pending = self.pending
         if pending is not None:
-            pending.grown(lane.index, count)
+            pending.grown(table.index, count)
             if pending.generating:
-                lane.generated_from = min(lane.generated_from, first)
+                table.generated_from = min(table.generated_from, first)
 
-    def count_given_back(self, lane: BlockTable, ordinal: int) -> None:
+    def count_given_back(self, table: BlockTable, ordinal: int) -> None:
         """Undo the count of a page that shrinking takes away, if it is not committed."""
         pending = self.pending
-        if pending is not None and ordinal >= lane.pending_from:
-            pending.taken_back(lane.index, ordinal >= lane.generated_from)
+        if pending is not None and ordinal >= table.pending_from:
+            pending.taken_back(table.index, ordinal >= table.generated_from)
 
     def settle_counts(self) -> None:
         """All that is counted up to now was committed, or is not to be counted."""
-        for lane in self.lanes:
-            lane.pending_from = len(lane.pages)
-            lane.generated_from = NEVER
+        for table in self.tables:
+            table.pending_from = len(table.pages)
+            table.generated_from = NEVER
 
     def unmark_if_undone(self) -> None:
         """If shrinking took back all that was counted, there is nothing to commit."""
@@ -226,10 +226,10 @@ class Request:
 
     def await_page(self, page: Page) -> None:
         """We build on this page's bytes while a file transfer carries them."""
-        provision = self.provision
-        if provision is None:
-            provision = self.provision = PendingLoads()
-        provision.awaited.append(page)
+        loads = self.loads
+        if loads is None:
+            loads = self.loads = PendingLoads()
+        loads.awaited.append(page)
 
     # --- checks
 
@@ -261,7 +261,7 @@ class Request:
         """Raise LogicError unless the request is in this status, PageDataLostError if its bytes were lost."""
         if self.status != status:
             raise LogicError(f"{call} needs a cache that is {CacheStatus(status).name}; it is {CacheStatus(self.status).name}")
-        if self.provision is not None:
+        if self.loads is not None:
             self.check_transfers()
         if self.lost:
             raise PageDataLostError(f"{call}: {self.lost}; close this cache and start the request again")
@@ -269,9 +269,9 @@ class Request:
     def check_transfers(self) -> None:
         """Take note of file transfers that ended: publish what waited for them, or mark the request lost."""
         self.shared.hierarchy.settle()
-        provision = self.provision
-        if provision is None or not provision.settle(self.shared.tree):
+        loads = self.loads
+        if loads is None or not loads.settle(self.shared.tree):
             return
-        self.provision = None
-        if provision.lost:
-            self.lost = f"a page of life cycle {provision.lost.life_cycle} was lost by a failed file transfer"
+        self.loads = None
+        if loads.lost:
+            self.lost = f"a page of life cycle {loads.lost.life_cycle} was lost by a failed file transfer"

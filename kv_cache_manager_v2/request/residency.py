@@ -1,7 +1,7 @@
 """Where a request's pages are: resumed to the GPU, suspended, prefetched, closed.
 
 Rule: an ACTIVE request locks each of its live pages, a SUSPENDED one holds them, and nothing is in between when a call
-returns. Live means not stale at the present history; a stale page that waits for its block's commit is held in either state.
+returns. Live means not stale at the present history; a stale page that waits for its block's commit is held in either request.
 """
 
 from __future__ import annotations
@@ -19,99 +19,99 @@ from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
 
-def live_pages(state: Request) -> list[Page]:
+def live_pages(request: Request) -> list[Page]:
     """The pages that the next step may read, in block order, life cycle by life cycle."""
     live: list[Page] = []
-    for lane in state.lanes:
-        beg, end = lane.stale(state.history)
+    for table in request.tables:
+        beg, end = table.stale(request.history)
         for ordinal in range(beg):
-            page = lane.pages[ordinal]
+            page = table.pages[ordinal]
             if page is not None:
                 live.append(page)
-        for ordinal in range(end, len(lane.pages)):
-            page = lane.pages[ordinal]
+        for ordinal in range(end, len(table.pages)):
+            page = table.pages[ordinal]
             if page is not None:
                 live.append(page)
-    for recurrence in state.recurrences():
-        if recurrence.page is not None:
-            live.append(recurrence.page)
+    for recurrent in request.recurrent_states():
+        if recurrent.page is not None:
+            live.append(recurrent.page)
     return live
 
 
-def pages_by_level(state: Request) -> list[list[int]]:
+def pages_by_level(request: Request) -> list[list[int]]:
     """The live pages counted by life cycle, then by the level that they are on now. O(blocks)."""
-    counts = [[0] * state.shared.hierarchy.num_levels for _life_cycle in state.shared.life_cycles]
-    for page in live_pages(state):
+    counts = [[0] * request.shared.hierarchy.num_levels for _life_cycle in request.shared.life_cycles]
+    for page in live_pages(request):
         counts[page.life_cycle][page.level] += 1
     return counts
 
 
-def resume(state: Request) -> bool:
+def resume(request: Request) -> bool:
     """Bring every live page to the GPU and lock it; False, with nothing changed but `last_shortage`, if that cannot be done now.
 
     The first resume copies a partly matched last block into slots of its own, so that the tree never sees our writes.
     """
-    shared = state.shared
+    shared = request.shared
     hierarchy = shared.hierarchy
     closed = _closed_gate(shared)
     if closed is not None:
-        state.last_shortage = closed
+        request.last_shortage = closed
         return False
-    pages = live_pages(state)
+    pages = live_pages(request)
     for page in pages:
         if page.lost:
-            state.await_page(page)
-    if state.provision is not None:
-        state.require(SUSPENDED, "resume()")
-    spans = scratch.spans(state, state.history, state.capacity)
-    need = scratch.missing(state, spans)
-    _add_slots_to_start(state, need)
+            request.await_page(page)
+    if request.loads is not None:
+        request.require(SUSPENDED, "resume()")
+    spans = scratch.spans(request, request.history, request.capacity)
+    need = scratch.missing(request, spans)
+    _add_slots_to_start(request, need)
     shortage = hierarchy.acquire(need, pages)
     if shortage is not None and shortage.permanent:
-        shortage = _claim(state, need, pages, shortage)
+        shortage = _claim(request, need, pages, shortage)
     if shortage is not None:
-        state.last_shortage = shortage
+        request.last_shortage = shortage
         return False
     for page in pages:
         hierarchy.lock_held(page)
     try:
-        _wait_for_all(state, pages)
-        _start_private(state)
+        _wait_for_all(request, pages)
+        _start_private(request)
     except KVCacheError:  # the device refused a wait or a copy: back to where we were
-        queued = shared.timeline.record_or_wait(state.stream)
+        queued = shared.timeline.record_or_wait(request.stream)
         for page in pages:
             hierarchy.hold_locked(page, queued)
         raise
     try:
-        scratch.take(state, spans)
+        scratch.take(request, spans)
     except KVCacheError:  # what it has of its own by now, it keeps
-        queued = shared.timeline.record_or_wait(state.stream)
-        scratch.give_back_all(state, queued)
-        for page in live_pages(state):
+        queued = shared.timeline.record_or_wait(request.stream)
+        scratch.give_back_all(request, queued)
+        for page in live_pages(request):
             hierarchy.hold_locked(page, queued)
         raise
-    state.status = ACTIVE
-    for lane in state.lanes:
-        _write_row(lane, state.history)
-    state.last_shortage = None
-    if shared.ledger.enabled and state.started and not state.excluded():
+    request.status = ACTIVE
+    for table in request.tables:
+        _write_row(table, request.history)
+    request.last_shortage = None
+    if shared.ledger.enabled and request.started and not request.excluded():
         shared.ledger.resumed += 1
-    state.started = True
+    request.started = True
     return True
 
 
-def _claim(state: Request, need: list[int], pages: list[Page], shortage: Shortage) -> Shortage | None:
+def _claim(request: Request, need: list[int], pages: list[Page], shortage: Shortage) -> Shortage | None:
     """Take what the first resume would copy, the partly matched last block and the snapshot, out of the tree instead, where it is
     cached for nobody but us: there is no room for both source and copy, and never will be. On a Shortage nothing has changed."""
     claimed: list[Page] = []
-    tail = state.borrowed_tail and _tail_is_ours(state)
+    tail = request.borrowed_tail and _tail_is_ours(request)
     if tail:
-        for lane in state.lanes:
-            source = lane.pages[-1]
+        for table in request.tables:
+            source = table.pages[-1]
             if source is not None:
                 claimed.append(source)
-    recurrence = state.recurrence
-    snapshot = recurrence.page if recurrence is not None and recurrence.borrowed else None
+    recurrent = request.recurrent
+    snapshot = recurrent.page if recurrent is not None and recurrent.borrowed else None
     if snapshot is not None and _only_ours(snapshot):
         claimed.append(snapshot)
     else:
@@ -121,21 +121,21 @@ def _claim(state: Request, need: list[int], pages: list[Page], shortage: Shortag
     less = list(need)
     for page in claimed:
         less[page.pool_group] -= 1
-    still = state.shared.hierarchy.acquire(less, pages)
+    still = request.shared.hierarchy.acquire(less, pages)
     if still is not None:
         return still
     for page in claimed:
-        state.shared.tree.drop_page(page)
+        request.shared.tree.drop_page(page)
     if tail:
-        state.borrowed_tail = False
-    if recurrence is not None and snapshot is not None:
-        recurrence.borrowed = False
+        request.borrowed_tail = False
+    if recurrent is not None and snapshot is not None:
+        recurrent.borrowed = False
     return None
 
 
-def _tail_is_ours(state: Request) -> bool:
-    for lane in state.lanes:
-        source = lane.pages[-1]
+def _tail_is_ours(request: Request) -> bool:
+    for table in request.tables:
+        source = table.pages[-1]
         if source is not None and not _only_ours(source):
             return False
     return True
@@ -156,212 +156,212 @@ def _closed_gate(shared: ManagerState) -> Shortage | None:
     return None
 
 
-def _wait_for_all(state: Request, pages: list[Page]) -> None:
+def _wait_for_all(request: Request, pages: list[Page]) -> None:
     """Our stream waits until the bytes of each page are there."""
-    shared = state.shared
+    shared = request.shared
     waited: Point = NULL_POINT
     for page in pages:
         if page.ready != waited:
-            shared.timeline.wait(state.stream, page.ready)
+            shared.timeline.wait(request.stream, page.ready)
             waited = page.ready
         if page.transfers > 0:
-            state.await_page(page)
+            request.await_page(page)
 
 
-def _add_slots_to_start(state: Request, need: list[int]) -> None:
+def _add_slots_to_start(request: Request, need: list[int]) -> None:
     """Add the slots, by pool group, that the first resume takes: the private copy of a partly matched block, and the live state."""
-    if state.borrowed_tail:
-        for lane in state.lanes:
-            if lane.pages[-1] is not None:
-                need[lane.pool_group] += 1
-    recurrence = state.recurrence
-    if recurrence is not None and recurrence.needs_slot():
-        need[recurrence.pool_group] += 1
+    if request.borrowed_tail:
+        for table in request.tables:
+            if table.pages[-1] is not None:
+                need[table.pool_group] += 1
+    recurrent = request.recurrent
+    if recurrent is not None and recurrent.needs_slot():
+        need[recurrent.pool_group] += 1
 
 
-def _start_private(state: Request) -> None:
+def _start_private(request: Request) -> None:
     """First resume: give the request slots of its own for what it will write, filled in our stream's order.
 
     All or nothing: if the device refuses a copy, the slots taken are given back and the error is passed on.
     """
-    shared = state.shared
+    shared = request.shared
     hierarchy = shared.hierarchy
-    recurrence = state.recurrence
+    recurrent = request.recurrent
     sources: list[Page | None] = []
     copies: list[Page] = []
     try:
-        if state.borrowed_tail:
-            for lane in state.lanes:
-                source = lane.pages[-1]
+        if request.borrowed_tail:
+            for table in request.tables:
+                source = table.pages[-1]
                 if source is not None:
                     sources.append(source)
-                    copies.append(private_copy(state, lane.index, source, source.priority))
-        if recurrence is not None and recurrence.needs_slot():
-            sources.append(recurrence.page)
-            copies.append(private_copy(state, recurrence.index, recurrence.page, PRIORITY_DEFAULT))
+                    copies.append(private_copy(request, table.index, source, source.priority))
+        if recurrent is not None and recurrent.needs_slot():
+            sources.append(recurrent.page)
+            copies.append(private_copy(request, recurrent.index, recurrent.page, PRIORITY_DEFAULT))
         if not copies:
-            state.borrowed_tail = False
+            request.borrowed_tail = False
             return
-        point = shared.timeline.record(state.stream)
+        point = shared.timeline.record(request.stream)
     except KVCacheError:
-        queued = shared.timeline.record_or_wait(state.stream)  # earlier copies may still be under way
+        queued = shared.timeline.record_or_wait(request.stream)  # earlier copies may still be under way
         for copy in copies:
             hierarchy.unlock(copy, queued)
         raise
     for source in sources:
         if source is not None:
-            _count_copy(state, source)
+            _count_copy(request, source)
             hierarchy.unlock(source, point)
     taken = 0
-    if state.borrowed_tail:
-        for lane in state.lanes:
-            if lane.pages[-1] is not None:
-                lane.pages[-1] = copies[taken]
+    if request.borrowed_tail:
+        for table in request.tables:
+            if table.pages[-1] is not None:
+                table.pages[-1] = copies[taken]
                 taken += 1
-        state.borrowed_tail = False
-    if recurrence is not None and taken < len(copies):
-        recurrence.page = copies[taken]
-        recurrence.borrowed = False
+        request.borrowed_tail = False
+    if recurrent is not None and taken < len(copies):
+        recurrent.page = copies[taken]
+        recurrent.borrowed = False
 
 
-def _count_copy(state: Request, source: Page) -> None:
+def _count_copy(request: Request, source: Page) -> None:
     """A partly matched block was copied: it would have been missed if the tree has dropped it since."""
-    pending = state.pending
-    if pending is None or not state.shared.life_cycles[source.life_cycle].is_attention:
+    pending = request.pending
+    if pending is None or not request.shared.life_cycles[source.life_cycle].is_attention:
         return
     pending.copied[source.life_cycle] += 1
     if source.owner is None and pending.tail_matched:
         pending.copies_missed[source.life_cycle] += 1
     pending.dirty = True
-    state.mark_dirty()
+    request.mark_dirty()
 
 
-def _write_row(lane: BlockTable, history: int) -> None:
-    """Publish the slot ids of a lane's live pages."""
-    beg, end = lane.stale(history)
+def _write_row(table: BlockTable, history: int) -> None:
+    """Publish the slot ids of a table's live pages."""
+    beg, end = table.stale(history)
     slots = SlotWriter()
-    for ordinal, page in enumerate(lane.pages):
+    for ordinal, page in enumerate(table.pages):
         slots.add(page.slot if page is not None and not beg <= ordinal < end else BAD_PAGE_INDEX)
-    lane.row.fill(slots.values())
+    table.row.fill(slots.values())
 
 
-def suspend(state: Request) -> None:
+def suspend(request: Request) -> None:
     """Turn every lock into a hold. Needs no room anywhere: pages stay where they are until somebody needs their slots."""
-    shared = state.shared
-    _suspend_at(state, shared.timeline.record(state.stream))
-    if shared.ledger.enabled and not state.excluded():
+    shared = request.shared
+    _suspend_at(request, shared.timeline.record(request.stream))
+    if shared.ledger.enabled and not request.excluded():
         shared.ledger.suspended += 1
 
 
-def _suspend_at(state: Request, point: Point) -> None:
-    for lane in state.lanes:
-        lane.row.detach()
-        lane.row.blank()
-    scratch.give_back_all(state, point)
-    for page in live_pages(state):
-        state.shared.hierarchy.hold_locked(page, point)
-    state.status = SUSPENDED
+def _suspend_at(request: Request, point: Point) -> None:
+    for table in request.tables:
+        table.row.detach()
+        table.row.blank()
+    scratch.give_back_all(request, point)
+    for page in live_pages(request):
+        request.shared.hierarchy.hold_locked(page, point)
+    request.status = SUSPENDED
 
 
-def change_stream(state: Request, stream: Stream) -> None:
+def change_stream(request: Request, stream: Stream) -> None:
     """Use another stream from now on, which waits for the one before. Raises, with nothing changed, for one that there is not."""
-    timeline = state.shared.timeline
+    timeline = request.shared.timeline
     timeline.record(stream)
-    if state.status == ACTIVE and stream != state.stream:
+    if request.status == ACTIVE and stream != request.stream:
         try:
-            timeline.wait(stream, timeline.record(state.stream))
+            timeline.wait(stream, timeline.record(request.stream))
         except KVCacheError:  # the stream before is gone
-            state.shared.driver.synchronize()
-    state.stream = stream
-    state.stream_set = True
+            request.shared.driver.synchronize()
+    request.stream = stream
+    request.stream_set = True
 
 
-def is_loaded(state: Request) -> bool:
+def is_loaded(request: Request) -> bool:
     """Whether every live page is on the GPU with its bytes in place: a stream that resumes now waits for nothing. Never blocks."""
-    shared = state.shared
-    for page in live_pages(state):
+    shared = request.shared
+    for page in live_pages(request):
         if page.level != GPU_LEVEL or page.transfers > 0 or not shared.timeline.done(page.ready):
             return False
     return True
 
 
-def prefetch(state: Request, level: int) -> bool:
+def prefetch(request: Request, level: int) -> bool:
     """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has no room."""
-    hierarchy = state.shared.hierarchy
+    hierarchy = request.shared.hierarchy
     if not 0 <= level < hierarchy.num_levels:
         raise ConfigError(f"prefetch level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")
-    pages = live_pages(state)
+    pages = live_pages(request)
     from_disk = 0
     if hierarchy.sizings[level].tier == CacheTier.HOST_MEM:
         for page in pages:
             if hierarchy.sizings[page.level].tier == CacheTier.DISK:
                 from_disk += 1
     shortage = hierarchy.prefetch(pages, level)
-    state.last_shortage = shortage
-    if shortage is None and state.shared.ledger.enabled:
-        state.shared.ledger.disk_prefetched += from_disk
+    request.last_shortage = shortage
+    if shortage is None and request.shared.ledger.enabled:
+        request.shared.ledger.disk_prefetched += from_disk
     return shortage is None
 
 
-def close(state: Request) -> None:
+def close(request: Request) -> None:
     """Publish what may be published and give up every page, last block first, so that the tail is evicted first. Idempotent."""
-    if state.status == CLOSED:
+    if request.status == CLOSED:
         return
-    shared = state.shared
+    shared = request.shared
     point = NULL_POINT
-    if state.status == ACTIVE:
+    if request.status == ACTIVE:
         try:
-            point = shared.timeline.record(state.stream)
+            point = shared.timeline.record(request.stream)
         except KVCacheError:
-            _leave_stream(state)
-    if state.provision is not None:
-        state.check_transfers()
-    if state.lost:
-        state.commit_allowed = False
+            _leave_stream(request)
+    if request.loads is not None:
+        request.check_transfers()
+    if request.lost:
+        request.commit_allowed = False
     else:
-        stop_committing(state, False, point)
-    if state.provision is not None:
-        shared.provisions.append(state.provision)
-        state.provision = None
-    if state.capacity > 0 and not state.excluded():
-        shared.tuner.sample_closed(*state.mean_lengths())
-    for lane in state.lanes:
-        lane.row.blank()
-        lane.row.detach()
-    _give_up_pages(state, point)
-    if state.tip is not None:
-        shared.tree.unpin(state.tip)
-        state.tip = None
-    state.status = CLOSED
-    state.num_blocks = 0
-    del shared.open[state.serial]
-    if state.pending is not None:
-        state.pending.clear()
-    if state.request_id is not None:
-        shared.ledger.dirty.discard(state.request_id)
+        stop_committing(request, False, point)
+    if request.loads is not None:
+        shared.closed_loads.append(request.loads)
+        request.loads = None
+    if request.capacity > 0 and not request.excluded():
+        shared.tuner.sample_closed(*request.mean_lengths())
+    for table in request.tables:
+        table.row.blank()
+        table.row.detach()
+    _give_up_pages(request, point)
+    if request.tip is not None:
+        shared.tree.unpin(request.tip)
+        request.tip = None
+    request.status = CLOSED
+    request.num_blocks = 0
+    del shared.open[request.serial]
+    if request.pending is not None:
+        request.pending.clear()
+    if request.request_id is not None:
+        shared.ledger.dirty.discard(request.request_id)
 
 
-def _leave_stream(state: Request) -> None:
+def _leave_stream(request: Request) -> None:
     """The stream of a running request is gone, or the device fails: wait until nothing is under way, and do without the stream.
 
     If not even that can be had, nobody knows what was written: nothing more is published.
     """
     try:
-        state.shared.driver.synchronize()
+        request.shared.driver.synchronize()
     except KVCacheError:
-        state.commit_allowed = False
-    _suspend_at(state, NULL_POINT)
+        request.commit_allowed = False
+    _suspend_at(request, NULL_POINT)
 
 
-def _give_up_pages(state: Request, point: Point) -> None:
+def _give_up_pages(request: Request, point: Point) -> None:
     """Unlock or release all pages, the last block's first; `point` is the end of our work on them."""
-    hierarchy = state.shared.hierarchy
-    active = state.status == ACTIVE
-    scratch.give_back_all(state, point)
-    stale = [lane.stale(state.history) for lane in state.lanes]
-    for ordinal in range(state.num_blocks - 1, -1, -1):
-        for number, lane in enumerate(state.lanes):
-            page = lane.pages[ordinal]
+    hierarchy = request.shared.hierarchy
+    active = request.status == ACTIVE
+    scratch.give_back_all(request, point)
+    stale = [table.stale(request.history) for table in request.tables]
+    for ordinal in range(request.num_blocks - 1, -1, -1):
+        for number, table in enumerate(request.tables):
+            page = table.pages[ordinal]
             if page is None:
                 continue
             beg, end = stale[number]
@@ -369,7 +369,7 @@ def _give_up_pages(state: Request, point: Point) -> None:
                 hierarchy.unlock(page, point)
             else:
                 hierarchy.release(page)
-    for lane in state.lanes:
-        lane.pages = []
-    for recurrence in state.recurrences():
-        recurrence.give_up(hierarchy, active, point)
+    for table in request.tables:
+        table.pages = []
+    for recurrent in request.recurrent_states():
+        recurrent.give_up(hierarchy, active, point)

@@ -15,89 +15,89 @@ from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import Request
 
 
-def spans(state: Request, history: int, capacity: int) -> list[tuple[int, int]]:
-    """The scratch range of each lane at these lengths; an empty list while scratch is off."""
-    if not state.scratch:
+def spans(request: Request, history: int, capacity: int) -> list[tuple[int, int]]:
+    """The scratch range of each table at these lengths; an empty list while scratch is off."""
+    if not request.scratch:
         return []
-    return [lane.life_cycle.scratch(history, capacity, state.shared.max_rewind) for lane in state.lanes]
+    return [table.life_cycle.scratch(history, capacity, request.shared.max_rewind) for table in request.tables]
 
 
-def slots(state: Request, lane: BlockTable, span: tuple[int, int]) -> int:
+def slots(request: Request, table: BlockTable, span: tuple[int, int]) -> int:
     """Slots that the blocks of a scratch range share."""
     beg, end = span
-    return state.shared.layout.scratch_slots(lane.index, end - beg) if end > beg else 0
+    return request.shared.layout.scratch_slots(table.index, end - beg) if end > beg else 0
 
 
-def missing(state: Request, of_lanes: list[tuple[int, int]]) -> list[int]:
-    """Slots, by pool group, that the lanes' scratch ranges need beyond those that they have."""
-    need = [0] * state.shared.layout.num_pool_groups
-    for number, span in enumerate(of_lanes):
-        lane = state.lanes[number]
-        need[lane.pool_group] += max(0, slots(state, lane, span) - len(lane.scratch))
+def missing(request: Request, of_tables: list[tuple[int, int]]) -> list[int]:
+    """Slots, by pool group, that the tables' scratch ranges need beyond those that they have."""
+    need = [0] * request.shared.layout.num_pool_groups
+    for number, span in enumerate(of_tables):
+        table = request.tables[number]
+        need[table.pool_group] += max(0, slots(request, table, span) - len(table.scratch))
     return need
 
 
-def take(state: Request, of_lanes: list[tuple[int, int]]) -> None:
+def take(request: Request, of_tables: list[tuple[int, int]]) -> None:
     """Take the slots that the ranges need, which have been made free; our stream waits for their last users."""
-    shared = state.shared
-    for number, span in enumerate(of_lanes):
-        lane = state.lanes[number]
-        lane.scratch_span = span
-        while len(lane.scratch) < slots(state, lane, span):
-            page = shared.hierarchy.new_page(lane.index, PRIORITY_DEFAULT)
-            lane.scratch.append(page)
-            shared.timeline.wait(state.stream, page.ready)
+    shared = request.shared
+    for number, span in enumerate(of_tables):
+        table = request.tables[number]
+        table.scratch_span = span
+        while len(table.scratch) < slots(request, table, span):
+            page = shared.hierarchy.new_page(table.index, PRIORITY_DEFAULT)
+            table.scratch.append(page)
+            shared.timeline.wait(request.stream, page.ready)
 
 
-def give_back(state: Request, of_lanes: list[tuple[int, int]], point: Point) -> None:
+def give_back(request: Request, of_tables: list[tuple[int, int]], point: Point) -> None:
     """Give back the slots that the ranges no longer need; `point` is the end of our work on them."""
-    for number, span in enumerate(of_lanes):
-        lane = state.lanes[number]
-        keep = slots(state, lane, span)
-        while len(lane.scratch) > keep:
-            state.shared.hierarchy.unlock(lane.scratch.pop(), point)
-        lane.scratch_span = span
+    for number, span in enumerate(of_tables):
+        table = request.tables[number]
+        keep = slots(request, table, span)
+        while len(table.scratch) > keep:
+            request.shared.hierarchy.unlock(table.scratch.pop(), point)
+        table.scratch_span = span
 
 
-def give_back_all(state: Request, point: Point) -> None:
+def give_back_all(request: Request, point: Point) -> None:
     """Suspended and closed requests have no scratch."""
-    for lane in state.lanes:
-        while lane.scratch:
-            state.shared.hierarchy.unlock(lane.scratch.pop(), point)
-        lane.scratch_span = (0, 0)
+    for table in request.tables:
+        while table.scratch:
+            request.shared.hierarchy.unlock(table.scratch.pop(), point)
+        table.scratch_span = (0, 0)
 
 
-def check_capacity_change(state: Request, history: int) -> None:
+def check_capacity_change(request: Request, history: int) -> None:
     """Raise LogicError if blocks that lie in scratch now would have to become pages: their bytes are gone."""
-    least = max(0, state.capacity - state.shared.max_rewind)
-    if state.holds_scratch() and not least <= history:
+    least = max(0, request.capacity - request.shared.max_rewind)
+    if request.holds_scratch() and not least <= history:
         raise LogicError(
-            f"with scratch reuse the capacity can change only once the history has reached {least} (capacity {state.capacity} less "
-            f"max_rewind_len {state.shared.max_rewind}); it is {history}: advance it first, or in the same step"
+            f"with scratch reuse the capacity can change only once the history has reached {least} (capacity {request.capacity} "
+            f"less max_rewind_len {request.shared.max_rewind}); it is {history}: advance it first, or in the same step"
         )
 
 
-def describe(lane: BlockTable) -> ScratchDesc:
+def describe(table: BlockTable) -> ScratchDesc:
     """What the page-index converter needs; valid until the lengths change."""
-    beg, end = lane.scratch_span
-    return ScratchDesc(HalfOpenRange(beg, end), [page.slot for page in lane.scratch])
+    beg, end = table.scratch_span
+    return ScratchDesc(HalfOpenRange(beg, end), [page.slot for page in table.scratch])
 
 
-def switch(state: Request, on: bool) -> None:
+def switch(request: Request, on: bool) -> None:
     """Turn scratch reuse on or off for one request; only at lengths that need none. Raises ConfigError, nothing changed."""
-    shared = state.shared
-    if on == state.scratch:
+    shared = request.shared
+    if on == request.scratch:
         return
     if on and not shared.scratch:
         raise ConfigError("enable_swa_scratch_reuse: the manager was configured without swa_scratch_reuse")
-    before = state.scratch
-    state.scratch = True
-    needed = any(end > beg for beg, end in spans(state, state.history, state.capacity))
-    state.scratch = before
+    before = request.scratch
+    request.scratch = True
+    needed = any(end > beg for beg, end in spans(request, request.history, request.capacity))
+    request.scratch = before
     if needed:
         raise ConfigError(
-            f"enable_swa_scratch_reuse={on}: scratch blocks are needed at history {state.history} and capacity {state.capacity}; "
+            f"enable_swa_scratch_reuse={on}: scratch blocks are needed at history {request.history}, capacity {request.capacity}; "
             "advance the history first"
         )
-    state.scratch = on
-    state.set_history(state.history)
+    request.scratch = on
+    request.set_history(request.history)

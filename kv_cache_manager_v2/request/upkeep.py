@@ -29,7 +29,7 @@ def tidy(shared: ManagerState) -> None:
     shared.require_outside()
     if shared.ledger.enabled:
         shared.ledger.note_peaks()
-    if not (shared.abandoned or shared.discarded_plans or shared.provisions or shared.hierarchy.transfers_in_flight > 0):
+    if not (shared.abandoned or shared.discarded_plans or shared.closed_loads or shared.hierarchy.transfers_in_flight > 0):
         return
     if shared.abandoned:
         _close_abandoned(shared)
@@ -58,8 +58,8 @@ def _settle(shared: ManagerState) -> None:
     """Take note of file transfers that ended, and publish or withdraw what waited for them."""
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
-    if shared.provisions:
-        shared.provisions = [provision for provision in shared.provisions if not provision.settle(shared.tree)]
+    if shared.closed_loads:
+        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle(shared.tree)]
 
 
 def _close_abandoned(shared: ManagerState) -> None:
@@ -68,18 +68,18 @@ def _close_abandoned(shared: ManagerState) -> None:
     states = shared.abandoned
     shared.abandoned = []
     closed: list[Request] = []
-    for state in states:
-        if state.status == CLOSED:
+    for request in states:
+        if request.status == CLOSED:
             continue
         try:
-            close(state)
+            close(request)
         except KVCacheError as error:
-            _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", state.request_id, error)
-            shared.abandoned.append(state)
+            _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", request.request_id, error)
+            shared.abandoned.append(request)
             continue
-        closed.append(state)
-    for state in closed:  # last: a warning that is an error to the user leaves nothing undone
-        warnings.warn(f"a KVCache (id {state.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=3)
+        closed.append(request)
+    for request in closed:  # last: a warning that is an error to the user leaves nothing undone
+        warnings.warn(f"a KVCache (id {request.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=3)
 
 
 def conclude(shared: ManagerState) -> None:
@@ -88,25 +88,25 @@ def conclude(shared: ManagerState) -> None:
         check_everything(shared)
 
 
-def commit_stats(state: Request) -> KVCacheStatsDelta:
+def commit_stats(request: Request) -> KVCacheStatsDelta:
     """Move a request's pending counts to the books; what they were."""
-    pending = state.pending
+    pending = request.pending
     if pending is None:
         return KVCacheStatsDelta()
     delta = KVCacheStatsDelta()
-    if not state.excluded():
-        delta = pending.request_delta(state.shared.attention)
-        if state.shared.ledger.enabled:
-            ssm = state.shared.ssm
-            state.shared.ledger.commit(pending, delta, ssm.index if ssm is not None else None)
-    discard_stats(state)
+    if not request.excluded():
+        delta = pending.request_delta(request.shared.attention)
+        if request.shared.ledger.enabled:
+            ssm = request.shared.ssm
+            request.shared.ledger.commit(pending, delta, ssm.index if ssm is not None else None)
+    discard_stats(request)
     return delta
 
 
-def discard_stats(state: Request) -> None:
+def discard_stats(request: Request) -> None:
     """Forget a request's pending counts."""
-    if state.pending is not None:
-        state.pending.clear()
-        state.settle_counts()
-    if state.request_id is not None:
-        state.shared.ledger.dirty.discard(state.request_id)
+    if request.pending is not None:
+        request.pending.clear()
+        request.settle_counts()
+    if request.request_id is not None:
+        request.shared.ledger.dirty.discard(request.request_id)

@@ -20,13 +20,13 @@ COPIED |= {"commit_allowed", "text_only", "has_digests", "scratch", "next_stale"
 DERIVED = {
     "capacity": "cut to the history",
     "num_blocks": "of the capacity",
-    "steady_above": "of the capacity",
-    "steady_to": "of the capacity",
+    "block_start": "of the capacity",
+    "block_end": "of the capacity",
     "scratch_from": "of the history",
-    "lanes": "hold the same pages up to the history",
-    "main_lanes": "the lanes: there is one beam",
-    "recurrence": "has a copy of the state",
-    "provision": "waits for the same transfers",
+    "tables": "hold the same pages up to the history",
+    "main_tables": "the tables: there is one beam",
+    "recurrent": "has a copy of the state",
+    "loads": "waits for the same transfers",
     "borrowed_tail": "whether the history ends in a block",
     "pending": "counts from here on, if the source counts",
 }
@@ -37,7 +37,7 @@ FRESH = {
     "width": "one beam",
     "tail_beam": "the one beam has what it needs",
     "last_beam": "the one beam goes on",
-    "extra_recurrences": "one beam",
+    "more_recurrent": "one beam",
     "lost": "a request that is lost cannot be forked",
     "divergence": "nothing was matched",
     "before_hybrid": "nothing was matched",
@@ -50,17 +50,17 @@ FRESH = {
     "num_samples": "of its own resizes",
     "started": "its first resume copies the last block",
 }
-LANE_COPIED = {"life_cycle", "index", "pool_group"}
-LANE_DERIVED = {
+TABLE_COPIED = {"life_cycle", "index", "pool_group"}
+TABLE_DERIVED = {
     "pages": "the same, up to the history",
     "row": "BAD",
     "pending_from": "behind what there is",
     "generated_from": "NEVER",
 }
-LANE_FRESH = {"scratch": "SUSPENDED", "scratch_span": "SUSPENDED"}
-RECURRENCE_COPIED = {"life_cycle", "index", "pool_group"}
-RECURRENCE_DERIVED = {"page": "a copy"}
-RECURRENCE_FRESH = {"borrowed": "the copy is its own", "skipped": "of its own commits"}
+TABLE_FRESH = {"scratch": "SUSPENDED", "scratch_span": "SUSPENDED"}
+RECURRENT_COPIED = {"life_cycle", "index", "pool_group"}
+RECURRENT_DERIVED = {"page": "a copy"}
+RECURRENT_FRESH = {"borrowed": "the copy is its own", "skipped": "of its own commits"}
 
 
 def fields(thing: object) -> set[str]:
@@ -101,16 +101,16 @@ def changed(rig: Rig) -> KVCache:
 
 
 def test_every_field_says_what_a_fork_has_of_it() -> None:
-    """A new field of a request, a lane or a recurrent state is named here, or this fails: decide what a fork does with it."""
+    """A new field of a request, a table or a recurrent state is named here, or this fails: decide what a fork does with it."""
     with Rig(hybrid(4, 16, kinds=["full", (6, 0)]), engine=False) as rig:
         state = state_of(rig, changed(rig))
-        recurrence = state.recurrence
-        assert recurrence is not None
+        recurrent = state.recurrent
+        assert recurrent is not None
         assert fields(state) == COPIED | set(DERIVED) | set(FRESH)
-        assert fields(state.lanes[0]) == LANE_COPIED | set(LANE_DERIVED) | set(LANE_FRESH)
-        assert fields(recurrence) == RECURRENCE_COPIED | set(RECURRENCE_DERIVED) | set(RECURRENCE_FRESH)
-        assert isinstance(state.lanes[0], BlockTable)
-        assert isinstance(recurrence, RecurrentState)
+        assert fields(state.tables[0]) == TABLE_COPIED | set(TABLE_DERIVED) | set(TABLE_FRESH)
+        assert fields(recurrent) == RECURRENT_COPIED | set(RECURRENT_DERIVED) | set(RECURRENT_FRESH)
+        assert isinstance(state.tables[0], BlockTable)
+        assert isinstance(recurrent, RecurrentState)
 
 
 def test_a_fork_has_what_is_copied() -> None:
@@ -126,11 +126,11 @@ def test_a_fork_has_what_is_copied() -> None:
             assert value(twin, name) == value(source, name), name
         for name in sorted(FRESH.keys() - {"serial", "request_id"}):
             assert value(twin, name) == value(new, name), name
-        assert (twin.capacity, twin.num_blocks, twin.steady_to, twin.borrowed_tail) == (9, 3, 12, True)
-        for ours, theirs in zip(twin.lanes, source.lanes, strict=True):
-            assert {name: value(ours, name) for name in LANE_COPIED} == {name: value(theirs, name) for name in LANE_COPIED}
+        assert (twin.capacity, twin.num_blocks, twin.block_end, twin.borrowed_tail) == (9, 3, 12, True)
+        for ours, theirs in zip(twin.tables, source.tables, strict=True):
+            assert {name: value(ours, name) for name in TABLE_COPIED} == {name: value(theirs, name) for name in TABLE_COPIED}
             assert ours.pages == theirs.pages[: twin.num_blocks]
-        assert twin.recurrence is not None
-        assert source.recurrence is not None
-        assert twin.recurrence.page is not source.recurrence.page
-        assert twin.recurrence.page is not None
+        assert twin.recurrent is not None
+        assert source.recurrent is not None
+        assert twin.recurrent.page is not source.recurrent.page
+        assert twin.recurrent.page is not None

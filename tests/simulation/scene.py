@@ -87,7 +87,7 @@ class Scene:
     def calm(self) -> bool:
         """Whether nothing can change behind a call's back."""
         shared = self.inside.shared
-        waiting = shared.abandoned or shared.discarded_plans or shared.provisions
+        waiting = shared.abandoned or shared.discarded_plans or shared.closed_loads
         return self.inside.hierarchy.transfers_in_flight == 0 and not waiting and not self.armed
 
     def fingerprint(self, live: Live | None) -> tuple[object, ...]:
