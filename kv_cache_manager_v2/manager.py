@@ -47,13 +47,13 @@ from kv_cache_manager_v2.request import creation, residency
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
+from kv_cache_manager_v2.request.statistics_ledger import PendingStats, StatisticsLedger
 from kv_cache_manager_v2.request.upkeep import conclude, settle_ended, tidy
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.statistics import Ledger, PendingStats
 from kv_cache_manager_v2.statistics import (
     MovementCounters,
 )
@@ -112,7 +112,7 @@ class KVCacheManager(ManagerViews):
         self._tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, told, keys)
         self._tuner = Tuner(layout, config, sizings, now)
         debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
-        ledger = Ledger(config.enable_stats, layout, hierarchy)
+        ledger = StatisticsLedger(config.enable_stats, layout, hierarchy)
         super().__init__(
             config,
             device,

@@ -23,7 +23,7 @@ from kv_cache_manager_v2.layout.pools import BufferId, BufferPlace, PoolGroupDes
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.manager_state import ManagerState
-from kv_cache_manager_v2.sequence.statistics import Ledger
+from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
 from kv_cache_manager_v2.statistics import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
@@ -45,7 +45,7 @@ class ManagerViews:
         self._hierarchy = hierarchy
         self._shared = shared
         self._layout = shared.layout
-        self._ledger: Ledger = shared.ledger
+        self._ledger: StatisticsLedger = shared.ledger
 
     @property
     def shared(self) -> ManagerState:

@@ -1,7 +1,7 @@
-"""Notes of what happened to blocks, and what the event stream has said of each.
+"""What happened to blocks, and what the event stream has announced of each.
 
-Rule: a record lives as long as its block, or as a note of it that nobody has taken in. It is made at the first note, with those of
-the blocks before it, and names its block even when that has left the tree.
+Rule: an `EventBlock` lives as long as its block, or as an event record of it that is not processed yet. It is made at the first
+record, together with those of the blocks before it, and names its block even after that has left the tree.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class EventBlock(HashedBlock):
         self.groups ^= (self.state(group) ^ state) << group * GROUP_BITS
 
     def before(self) -> EventBlock:
-        """The record of the block before it."""
+        """The block before it."""
         parent = self.parent
-        assert isinstance(parent, EventBlock), "a block's record was cut off before the stream was done with it"
+        assert isinstance(parent, EventBlock), "a block lost its parent before the stream was done with it"
         return parent
 
 
 @mypyc_attr(acyclic=True)
-class Note:
-    """One thing that happened to a block; as small as can be, since it is made where it happens."""
+class EventRecord:
+    """One change of a block, queued until the next flush. As small as can be: it is made under the manager's lock."""
 
-    def __init__(self, kind: int, record: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
-        self.record = record
-        self.block = block
+    def __init__(self, kind: int, event_block: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
+        self.event_block = event_block
+        self.tree_block = block
         # bytes and half words: nothing to count references of
         self.kind: u8 = kind
         self.level: u8 = level
@@ -72,7 +72,7 @@ class StoredRun:
 
     def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
         self.blocks = blocks
-        self.record: EventBlock | None = None  # of the last block, if it is known
+        self.last_block: EventBlock | None = None  # of the event, if it is known
         self.last_hash: BlockHash | None = None  # of the last block
 
 
@@ -89,8 +89,8 @@ def priority_in(state: int) -> int:
     return state & _PRIORITY_MASK
 
 
-def event_block(block: Block) -> EventBlock:
-    """The block's record, made if absent, with those of the blocks before it that have none."""
+def event_block_of(block: Block) -> EventBlock:
+    """The stream's view of a block, made if absent together with those of the blocks before it."""
     state = block.event_state
     if state is not None:
         assert isinstance(state, EventBlock)
@@ -98,14 +98,14 @@ def event_block(block: Block) -> EventBlock:
     parent = block.parent
     assert parent is not None, "a page was stored in a block that has left the tree"
     before = parent.event_state
-    record = before if isinstance(before, EventBlock) else _event_block_deep(parent)
-    record = EventBlock(record, block.tokens, block.num_tokens, record.scope)
-    block.event_state = record
-    return record
+    event_block = before if isinstance(before, EventBlock) else _event_block_deep(parent)
+    event_block = EventBlock(event_block, block.tokens, block.num_tokens, event_block.scope)
+    block.event_state = event_block
+    return event_block
 
 
 def _event_block_deep(block: Block) -> EventBlock:
-    """The same for a block that has no record, or a root."""
+    """The same for a block that has none yet, or a root."""
     missing: list[Block] = []
     node = block
     state = node.event_state
@@ -117,26 +117,26 @@ def _event_block_deep(block: Block) -> EventBlock:
         assert isinstance(node, RootBlock), "a page was stored in a block that has left the tree"
         state = node.event_state = EventBlock(None, b"", 0, node.scope)
     assert isinstance(state, EventBlock)
-    record = state
+    event_block = state
     while missing:
         node = missing.pop()
-        record = EventBlock(record, node.tokens, node.num_tokens, record.scope)
-        node.event_state = record
-    return record
+        event_block = EventBlock(event_block, node.tokens, node.num_tokens, event_block.scope)
+        node.event_state = event_block
+    return event_block
 
 
-def mm_keys_of(record: EventBlock, offset: int, uuids: dict[bytes, str]) -> list[MmKey]:
+def mm_keys_of(event_block: EventBlock, offset: int, uuids: dict[bytes, str]) -> list[MmKey]:
     """Where multimodal items lie in a block: for each run of an item's positions the item's digest, the first position, and the
     item's uuid if it has one.
 
     Ids above `offset` count positions of the latest digest before them, in this block or before it. O(tokens).
     """
-    item = _item_at_end(record.before())
+    item = _item_at_end(event_block.before())
     keys: list[MmKey] = []
-    if item is None and record.is_text:
+    if item is None and event_block.is_text:
         return keys
     running = False
-    for token in unpack(record.tokens):
+    for token in unpack(event_block.tokens):
         if isinstance(token, bytes):
             item = token
             keys.append(_mm_key(token, 0, uuids))
@@ -155,10 +155,10 @@ def _mm_key(digest: bytes, position: int, uuids: dict[bytes, str]) -> MmKey:
     return (digest, position) if uuid is None else (digest, position, uuid)
 
 
-def _item_at_end(record: EventBlock) -> bytes | None:
+def _item_at_end(event_block: EventBlock) -> bytes | None:
     """The latest digest up to the block's end; O(blocks before it that were never looked at)."""
     missing: list[EventBlock] = []
-    node = record
+    node = event_block
     while not node.item_known:
         missing.append(node)
         node = node.before()

@@ -83,7 +83,7 @@ class BlockHashes(ABC):
             missing.append(node)
             parent = node.parent
             if parent is None:
-                assert node.is_root(), "a block's record was cut off before it was hashed"
+                assert node.is_root(), "a block lost its parent before it was hashed"
                 key = node.key = self.keys.root_key(node.scope)
                 missing.pop()
             else:
@@ -134,7 +134,7 @@ class _OldHashes(BlockHashes):
         node = block
         while node.v1 == _UNKNOWN:
             missing.append(node)
-            assert node.parent is not None, "a block's record was cut off before it was hashed"
+            assert node.parent is not None, "a block lost its parent before it was hashed"
             node = node.parent
         while missing:
             parent = node

@@ -1,10 +1,10 @@
 """The event manager: what became reusable, moved or went, as a stream that routers read.
 
-Rule: the cache only leaves notes. A note is a few words, taken where the change happens; what it means (hashes, records, what
-follows what) is worked out when the notes are taken in, by whoever flushes or asks for a snapshot.
+Rule: the cache only queues event records of a few words, where a change happens. Hashing and ordering them is left to the next
+flush or snapshot, outside of the cache's lock.
 
-    page_stored, ...  ->  notes  ->  pending events  ->  ready events  ->  get_latest_events
-    under the manager's lock      flush_iteration_events                any thread
+    page_stored, ...  ->  event records  ->  pending events  ->  ready events  ->  get_latest_events
+    under the manager's lock            flush_iteration_events                any thread
 
 The stream is a contract. Per layer group a block is stored before it is moved or removed, is removed once, and is stored again only
 after that; so a snapshot and the events from its `next_event_id` on always give what is cached (`EventMirror` does it). Event ids
@@ -29,9 +29,9 @@ from kv_cache_manager_v2.events.blocks import (
     PAGE_REMOVED,
     STORED,
     EventBlock,
-    Note,
+    EventRecord,
     StoredRun,
-    event_block,
+    event_block_of,
     level_in,
     mm_keys_of,
     pack_state,
@@ -62,7 +62,7 @@ from kv_cache_manager_v2.reuse.block import Block
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
 
-MAX_NOTES: Final = 1 << 18  # beyond so many the notes are taken in where they arise: an engine that never flushes costs no more
+MAX_RECORDS: Final = 1 << 18  # with more, the queue is processed at once: an engine that never flushes costs no more memory
 MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
 _LONGEST_WAIT_S: Final = 3600.0  # a condition cannot be given an endless time: readers look again after it
@@ -90,7 +90,7 @@ class KVCacheEventManager(CacheListener):
         window_size_by_layer_group: object = None,
         mm_token_id_offset: object = None,
     ) -> None:
-        self._notes: list[Note] = []  # written under the cache manager's lock
+        self._records: list[EventRecord] = []  # written under the cache manager's lock
         self._max = arguments.whole(max_kv_event_entries, "max_kv_event_entries")
         self._enabled = self._max > 0
         self._hashes = make_block_hashes(arguments.text(hash_algo, "hash_algo"))
@@ -101,7 +101,7 @@ class KVCacheEventManager(CacheListener):
         if attention_dp_gather is not None:
             self._gather = cast("EventGather", arguments.function(attention_dp_gather, "attention_dp_gather"))
         self._mm_offset = arguments.at_least_or_none(mm_token_id_offset, "mm_token_id_offset", 0)
-        self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; as notes, written under the cache manager's lock
+        self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; written under the cache manager's lock
         # guarded by `_work`
         self._work: Final = threading.Lock()
         self._next_id = 0
@@ -117,9 +117,9 @@ class KVCacheEventManager(CacheListener):
 
     def __del__(self) -> None:
         """Cut the links of records that no flush came for: freed through the last of a long chain, they would nest too deep."""
-        notes: list[Note] = getattr(self, "_notes", [])  # nothing is there yet where the construction failed
-        for note in notes:
-            note.record.parent = None
+        records: list[EventRecord] = getattr(self, "_records", [])  # nothing is there yet where the construction failed
+        for record in records:
+            record.event_block.parent = None
 
     # --- settings
 
@@ -147,28 +147,28 @@ class KVCacheEventManager(CacheListener):
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
         if covers_block and self._enabled:
             assert isinstance(block, Block)
-            self._note(Note(STORED, event_block(block), block, life_cycle, level, priority))
+            self._queue(EventRecord(STORED, event_block_of(block), block, life_cycle, level, priority))
 
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
         assert isinstance(block, Block)
-        record = block.event_state
-        if record is not None:
-            assert isinstance(record, EventBlock)
-            self._note(Note(PAGE_REMOVED, record, block, life_cycle, 0, 0))
+        event_block = block.event_state
+        if event_block is not None:
+            assert isinstance(event_block, EventBlock)
+            self._queue(EventRecord(PAGE_REMOVED, event_block, block, life_cycle, 0, 0))
 
     def block_removed(self, block: CachedBlock) -> None:
         assert isinstance(block, Block)
-        record = block.event_state
-        if record is not None:
-            assert isinstance(record, EventBlock)
-            self._note(Note(BLOCK_REMOVED, record, block, 0, 0, 0))
+        event_block = block.event_state
+        if event_block is not None:
+            assert isinstance(event_block, EventBlock)
+            self._queue(EventRecord(BLOCK_REMOVED, event_block, block, 0, 0, 0))
 
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
         assert isinstance(block, Block)
-        record = block.event_state
-        if record is not None:
-            assert isinstance(record, EventBlock)
-            self._note(Note(MOVED, record, block, life_cycle, destination, 0))
+        event_block = block.event_state
+        if event_block is not None:
+            assert isinstance(event_block, EventBlock)
+            self._queue(EventRecord(MOVED, event_block, block, life_cycle, destination, 0))
 
     def item_named(self, digest: bytes, uuid: str) -> None:
         """An item has one uuid, the latest; those of the latest `MAX_UUIDS` items are kept."""
@@ -179,12 +179,12 @@ class KVCacheEventManager(CacheListener):
             if len(uuids) > MAX_UUIDS:
                 del uuids[next(iter(uuids))]
 
-    def _note(self, note: Note) -> None:
-        notes = self._notes
-        notes.append(note)
-        if len(notes) >= MAX_NOTES:
+    def _queue(self, record: EventRecord) -> None:
+        records = self._records
+        records.append(record)
+        if len(records) >= MAX_RECORDS:
             with self._work:
-                self._take_in()
+                self._process()
 
     # --- what an engine adds by hand
 
@@ -206,7 +206,7 @@ class KVCacheEventManager(CacheListener):
             if self._open_stream() and stored:
                 run = self._run_behind(group, parent)
                 run.blocks.extend(stored)
-                run.record = None
+                run.last_block = None
                 run.last_hash = stored[-1].block_hash
 
     def add_removed_event(self, block_hashes: object, layer_group_id: object = None) -> None:
@@ -220,13 +220,13 @@ class KVCacheEventManager(CacheListener):
                 if not isinstance(name, bytes):
                     self._remove(group, name)
                     continue
-                record = self._find(name)
-                if record is None:
+                event_block = self._find(name)
+                if event_block is None:
                     continue
                 if group == NO_GROUP:
-                    self._retract_all(record)
+                    self._retract_all(event_block)
                 else:
-                    self._retract(record, group)
+                    self._retract(event_block, group)
 
     def add_updated_event(
         self, block_hash: object, cache_level: object = None, priority: object = None, layer_group_id: object = None
@@ -243,10 +243,10 @@ class KVCacheEventManager(CacheListener):
                 return
             name: BlockHash
             if isinstance(given, bytes):
-                record = self._find(given)
-                if record is None or (group != NO_GROUP and not record.state(group)):
+                event_block = self._find(given)
+                if event_block is None or (group != NO_GROUP and not event_block.state(group)):
                     return
-                name = self._hashes.hash_of(record)
+                name = self._hashes.hash_of(event_block)
             else:
                 name = given
             self._emit(KVCacheUpdatedData(name, moved, valued), group)
@@ -259,7 +259,7 @@ class KVCacheEventManager(CacheListener):
         if not self._enabled:
             return
         with self._work:
-            self._take_in()
+            self._process()
             self._close_runs()
             events = self._pending
             self._pending = []
@@ -312,113 +312,113 @@ class KVCacheEventManager(CacheListener):
         if not self._enabled:
             raise LogicError("snapshot_events(): events are turned off, max_kv_event_entries is not above 0")
         with self._work:
-            self._take_in()
+            self._process()
             self._close_runs()
             events: list[KVCacheEvent] = []
             runs: dict[int, StoredRun] = {}
-            for record in self._announced:
-                groups = record.groups
+            for event_block in self._announced:
+                groups = event_block.groups
                 group = 0
                 while groups:
                     state = groups & GROUP_MASK
                     if state:
                         run = runs.get(group)
-                        if run is None or run.record is not record.parent:
+                        if run is None or run.last_block is not event_block.parent:
                             run = runs[group] = StoredRun([])
-                            data = KVCacheStoredData(self._parent_hash(record), run.blocks)
+                            data = KVCacheStoredData(self._parent_hash(event_block), run.blocks)
                             events.append(self._event(_SNAPSHOT_ID, data, group))
-                        run.blocks.append(self._stored_block(record, state))
-                        run.record = record
+                        run.blocks.append(self._stored_block(event_block, state))
+                        run.last_block = event_block
                     groups >>= GROUP_BITS
                     group += 1
             return EventSnapshot(events, self._next_id)
 
-    # --- taking in notes; the caller holds `_work`
+    # --- processing event records; the caller holds `_work`
 
     def _open_stream(self) -> bool:
         """Whether anything may be added; what happened before comes first."""
         if self._enabled:
-            self._take_in()
+            self._process()
         return self._enabled
 
-    def _take_in(self) -> None:
-        notes = self._notes
-        count = len(notes)  # others may add notes meanwhile: these two lines see each note once
-        batch = notes[:count]
-        del notes[:count]
+    def _process(self) -> None:
+        records = self._records
+        count = len(records)  # others may add records meanwhile: these two lines see each record once
+        batch = records[:count]
+        del records[:count]
         shared_keys = False
         for index in range(count):
-            note = batch[index]
-            record = note.record
+            record = batch[index]
+            event_block = record.event_block
             if index == 0:
-                shared_keys = self._hashes.needs_keys and type(note.block.tree.keys) is type(self._hashes.keys)
-            kind = int(note.kind)
+                shared_keys = self._hashes.needs_keys and type(record.tree_block.tree.keys) is type(self._hashes.keys)
+            kind = int(record.kind)
             if kind == STORED:
-                if shared_keys and record.key is None:
-                    record.key = note.block.key
-                self._announce(record, int(note.group), int(note.level), int(note.priority))
-                if shared_keys and note.block.key is None:
-                    note.block.key = record.key
+                if shared_keys and event_block.key is None:
+                    event_block.key = record.tree_block.key
+                self._announce(event_block, int(record.group), int(record.level), int(record.priority))
+                if shared_keys and record.tree_block.key is None:
+                    record.tree_block.key = event_block.key
             elif kind == MOVED:
-                self._move(record, int(note.group), int(note.level))
+                self._move(event_block, int(record.group), int(record.level))
             elif kind == PAGE_REMOVED:
-                self._retract(record, int(note.group))
+                self._retract(event_block, int(record.group))
             else:
-                self._retract_all(record)
-                record.parent = None  # nothing of the block will be told any more
+                self._retract_all(event_block)
+                event_block.parent = None  # nothing of the block will be told any more
         if len(self._pending) > 2 * self._max:
             self._runs.clear()
             self._drop_oldest(self._pending, self._max)
 
-    def _announce(self, record: EventBlock, group: int, level: int, priority: int) -> None:
-        if record.state(group):
+    def _announce(self, event_block: EventBlock, group: int, level: int, priority: int) -> None:
+        if event_block.state(group):
             return  # a block that was hidden for a while tells its pages again
-        if record.groups == 0:
-            self._announced[record] = None
+        if event_block.groups == 0:
+            self._announced[event_block] = None
             if self._by_key is not None:
-                self._by_key[self._hashes.key_of(record)] = record
+                self._by_key[self._hashes.key_of(event_block)] = event_block
         state = pack_state(level, priority)
-        record.set_state(group, state)
+        event_block.set_state(group, state)
         run = self._runs.get(group)
-        if run is None or self._removals or run.record is None or run.record is not record.parent:
-            run = self._run_behind(group, self._parent_hash(record))
-        stored = self._stored_block(record, state)
+        if run is None or self._removals or run.last_block is None or run.last_block is not event_block.parent:
+            run = self._run_behind(group, self._parent_hash(event_block))
+        stored = self._stored_block(event_block, state)
         run.blocks.append(stored)
-        run.record = record
+        run.last_block = event_block
         run.last_hash = stored.block_hash
 
-    def _move(self, record: EventBlock, group: int, level: int) -> None:
-        state = record.state(group)
+    def _move(self, event_block: EventBlock, group: int, level: int) -> None:
+        state = event_block.state(group)
         before = level_in(state)
         if not state or before == level:
             return
-        record.set_state(group, pack_state(level, priority_in(state)))
-        self._emit(KVCacheUpdatedData(self._hashes.hash_of(record), KVCacheEventDiff(before, level), None), group)
+        event_block.set_state(group, pack_state(level, priority_in(state)))
+        self._emit(KVCacheUpdatedData(self._hashes.hash_of(event_block), KVCacheEventDiff(before, level), None), group)
 
-    def _retract(self, record: EventBlock, group: int) -> None:
-        state = record.state(group)
+    def _retract(self, event_block: EventBlock, group: int) -> None:
+        state = event_block.state(group)
         if not state:
             return
-        self._remove(group, self._hashes.hash_of(record))
-        record.set_state(group, 0)
-        if record.groups == 0:
-            del self._announced[record]
+        self._remove(group, self._hashes.hash_of(event_block))
+        event_block.set_state(group, 0)
+        if event_block.groups == 0:
+            del self._announced[event_block]
             if self._by_key is not None:
-                self._by_key.pop(self._hashes.key_of(record), None)
+                self._by_key.pop(self._hashes.key_of(event_block), None)
 
-    def _retract_all(self, record: EventBlock) -> None:
-        groups = record.groups
+    def _retract_all(self, event_block: EventBlock) -> None:
+        groups = event_block.groups
         group = 0
         while groups:
             if groups & GROUP_MASK:
-                self._retract(record, group)
+                self._retract(event_block, group)
             groups >>= GROUP_BITS
             group += 1
 
     def _find(self, key: bytes) -> EventBlock | None:
         """The announced block of a chained key. The first look-up is O(announced blocks)."""
         if self._by_key is None:
-            self._by_key = {self._hashes.key_of(record): record for record in self._announced}
+            self._by_key = {self._hashes.key_of(event_block): event_block for event_block in self._announced}
         return self._by_key.get(key)
 
     # --- pending events
@@ -468,17 +468,17 @@ class KVCacheEventManager(CacheListener):
         window = self._windows.get(group, self._window)
         return KVCacheEvent(event_id, data, window, self._hashes.algorithm, self._rank, None if group == NO_GROUP else group)
 
-    def _parent_hash(self, record: EventBlock) -> BlockHash | None:
-        parent = record.parent
-        assert parent is not None, "a block's record was cut off before it was announced"
+    def _parent_hash(self, event_block: EventBlock) -> BlockHash | None:
+        parent = event_block.parent
+        assert parent is not None, "a block lost its parent before it was announced"
         return None if parent.is_root() else self._hashes.hash_of(parent)
 
-    def _stored_block(self, record: EventBlock, state: int) -> KVCacheStoredBlockData:
+    def _stored_block(self, event_block: EventBlock, state: int) -> KVCacheStoredBlockData:
         mm_keys: list[MmKey] | tuple[MmKey, ...] = ()
         if self._mm_offset is not None:
-            mm_keys = mm_keys_of(record, self._mm_offset, self._uuids)
-        name = self._hashes.hash_of(record)
-        return KVCacheStoredBlockData(name, record.tokens, level_in(state), priority_in(state), mm_keys)
+            mm_keys = mm_keys_of(event_block, self._mm_offset, self._uuids)
+        name = self._hashes.hash_of(event_block)
+        return KVCacheStoredBlockData(name, event_block.tokens, level_in(state), priority_in(state), mm_keys)
 
     # --- ready events
 

@@ -9,9 +9,9 @@ from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.page_index_row import bad_run
 from kv_cache_manager_v2.request.request import Request
+from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.match import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
-from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.statistics import SsmSnapshotIterationStatsDelta
 
 

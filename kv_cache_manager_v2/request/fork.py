@@ -10,7 +10,7 @@ from kv_cache_manager_v2.errors import OutOfPagesError
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.page_index_row import bad_run
 from kv_cache_manager_v2.request.request import ACTIVE, Request
-from kv_cache_manager_v2.sequence.statistics import PendingStats
+from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 
 

@@ -17,8 +17,8 @@ from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.lock import Lock
 from kv_cache_manager_v2.request.pending_loads import PendingLoads
+from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
 from kv_cache_manager_v2.reuse.tree import RadixTree
-from kv_cache_manager_v2.sequence.statistics import Ledger
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
@@ -38,7 +38,7 @@ class ManagerState:
         hierarchy: Hierarchy,
         tree: RadixTree,
         tuner: Tuner,
-        ledger: Ledger,
+        ledger: StatisticsLedger,
         debug: bool,
     ) -> None:
         self.layout = layout

@@ -29,10 +29,10 @@ from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.pending_loads import PendingLoads
 from kv_cache_manager_v2.request.recurrent_state import RecurrentState
+from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
-from kv_cache_manager_v2.sequence.statistics import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 

@@ -13,7 +13,7 @@ from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.listener import CachedBlock
 from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.sibling_trie import Branch, Leaf
+from kv_cache_manager_v2.reuse.sibling_trie import Leaf, TrieNode
 from kv_cache_manager_v2.reuse.tokens import unpack
 from kv_cache_manager_v2.storage.page import Page
 
@@ -36,8 +36,8 @@ class Block(Leaf):
         # eight bytes each
         self.tree = tree
         self.parent = parent  # None for a root, and once detached
-        self.first: Page | None = None  # the page of the lowest life cycle that has one; the others follow, see `Page.beside`
-        self.children: Leaf | Branch | None = None  # a fan, see fan.py
+        self.first: Page | None = None  # the page of the lowest life cycle that has one; see `Page.next_in_block`
+        self.children: Leaf | TrieNode | None = None  # see sibling_trie.py
         self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
         self.key: bytes | None = None  # made when somebody asks
         self.event_state: object = None  # the listener's own notes of this block
@@ -85,7 +85,7 @@ class Block(Leaf):
         """The page of a life cycle, None if it has none. O(life cycles)."""
         page = self.first
         while page is not None and page.life_cycle != life_cycle:
-            page = page.beside
+            page = page.next_in_block
         return page
 
     @property
@@ -99,16 +99,16 @@ class Block(Leaf):
         after = self.first
         while after is not None and after.life_cycle < page.life_cycle:
             before = after
-            after = after.beside
+            after = after.next_in_block
         if after is not None and after.life_cycle == page.life_cycle:
-            rest = after.beside
-            after.beside = None
+            rest = after.next_in_block
+            after.next_in_block = None
             after = rest
-        page.beside = after
+        page.next_in_block = after
         if before is None:
             self.first = page
         else:
-            before.beside = page
+            before.next_in_block = page
 
     def forget_page(self, page: Page) -> bool:
         """List a page no longer; False if it was not listed."""
@@ -116,14 +116,14 @@ class Block(Leaf):
         found = self.first
         while found is not None and found is not page:
             before = found
-            found = found.beside
+            found = found.next_in_block
         if found is None:
             return False
         if before is None:
-            self.first = page.beside
+            self.first = page.next_in_block
         else:
-            before.beside = page.beside
-        page.beside = None
+            before.next_in_block = page.next_in_block
+        page.next_in_block = None
         return True
 
     def take_pages(self) -> list[Page]:
@@ -133,8 +133,8 @@ class Block(Leaf):
         self.first = None
         while page is not None:
             taken.append(page)
-            following = page.beside
-            page.beside = None
+            following = page.next_in_block
+            page.next_in_block = None
             page = following
         return taken
 
@@ -150,7 +150,7 @@ class RootBlock(Block):
 
 
 def as_block(leaf: object) -> Block:
-    """The leaves of the tree's fans, and the owners of its pages, are its blocks."""
+    """A leaf of a sibling trie, or the owner of a cached page, as the block that it is."""
     assert isinstance(leaf, Block)
     return leaf
 

@@ -21,7 +21,7 @@ from mypy_extensions import i64
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.sibling_trie import Branch, best_leaf, common_bytes, nearest, usable_run
+from kv_cache_manager_v2.reuse.sibling_trie import TrieNode, best_leaf, common_bytes, nearest, usable_run
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, check_range
 from kv_cache_manager_v2.reuse.tree import RadixTree
 
@@ -111,7 +111,7 @@ class _Search:
             if children is None:
                 break
             end: i64 = 4 * (position + size) if is_text else i64(tokens.byte_offset(position + size))
-            leaf = nearest(children, data, beg, end) if isinstance(children, Branch) else children
+            leaf = nearest(children, data, beg, end) if isinstance(children, TrieNode) else children
             if data[beg:end] != leaf.tokens:
                 break
             node = cast(Block, leaf)
@@ -243,7 +243,7 @@ class _Search:
         tokens = self.tokens
         parent = path[ordinal - 1] if ordinal > 0 else self.root
         children = parent.children
-        if tokens is None or (ordinal < len(path) and not isinstance(children, Branch)):
+        if tokens is None or (ordinal < len(path) and not isinstance(children, TrieNode)):
             block = path[ordinal] if ordinal < len(path) else self.partial_end
             if block is None:
                 return 0

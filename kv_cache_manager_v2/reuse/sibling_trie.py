@@ -1,12 +1,12 @@
-"""The children of a block: a Patricia tree over their packed tokens.
+"""The children of a block: a Patricia trie over their packed tokens.
 
-Rule: no two siblings are prefixes of one another, so any two differ in some bit that both have, and a branch is that first bit.
-A fan is one leaf, or a branch over two smaller fans; a lone child costs nothing beside itself.
+Rule: no two siblings are prefixes of one another, so any two differ in some bit that both have. A node is the first such bit.
+A trie is one leaf, or a node over two smaller tries; a lone child needs no node at all.
 
-Following a query's bits down ends at a leaf that shares the longest run with it; one comparison then tells how long. Leaves to
-the side of a branch on that way share exactly the bits before it. Every branch also knows the best that any leaf below offers to
-a match (`reach`, `ends`), so the best sibling is found without looking at the others. Every operation costs O(depth), at most the
-bits of a block and about the logarithm of the number of siblings.
+Following a query's bits down ends at a leaf that shares the longest run with the query; one comparison tells its length. Leaves on
+the other side of a node on that path share exactly the bits before the node's bit. Every node also holds the best that any leaf
+below it offers to a match (`reach`, `ends`), so the best sibling is found without looking at the others. Every operation costs
+O(depth): at most the bits of a block, typically the logarithm of the number of siblings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_cache_manager_v2.storage.page import PageOwner
 
 @mypyc_attr(acyclic=True)
 class Leaf(PageOwner):
-    """What a fan lists: packed tokens, and which leading runs of them can be reused from the pages at hand."""
+    """A leaf: packed tokens, and how many of the leading ones can be reused from the cached pages."""
 
     def __init__(self, tokens: bytes) -> None:
         self.tokens = tokens
@@ -30,10 +30,10 @@ class Leaf(PageOwner):
 
 
 @mypyc_attr(acyclic=True)
-class Branch:
-    """A bit in which the leaves below differ, being equal before it. The bits of a byte count from its highest."""
+class TrieNode:
+    """The first bit in which the leaves below differ. The bits of a byte count from its highest."""
 
-    def __init__(self, byte: int, mask: int, low: Leaf | Branch, high: Leaf | Branch) -> None:
+    def __init__(self, byte: int, mask: int, low: Leaf | TrieNode, high: Leaf | TrieNode) -> None:
         self.byte: i32 = byte  # position of the bit: the byte, and its place there as a power of two
         self.mask: i32 = mask
         self.low = low  # those with a 0
@@ -43,7 +43,7 @@ class Branch:
         self.summarise()
 
     def summarise(self) -> bool:
-        """Recompute what the branch knows of its leaves from its two halves; whether that changed anything."""
+        """Recompute `reach` and `ends` from the two halves. Returns whether they changed."""
         reach = max(self.low.reach, self.high.reach)
         ends = self.low.ends | self.high.ends
         if reach == self.reach and ends == self.ends:
@@ -53,13 +53,13 @@ class Branch:
         return True
 
 
-Fan: TypeAlias = Leaf | Branch
+SiblingTrie: TypeAlias = Leaf | TrieNode
 
 
-def nearest(fan: Fan, data: bytes, beg: int, end: int) -> Leaf:
+def nearest(trie: SiblingTrie, data: bytes, beg: int, end: int) -> Leaf:
     """A leaf that shares the longest run with data[beg:end]; O(depth)."""
-    node = fan
-    while isinstance(node, Branch):
+    node = trie
+    while isinstance(node, TrieNode):
         at: int = beg + int(node.byte)
         node = node.high if at < end and data[at] & node.mask else node.low
     return node
@@ -82,49 +82,49 @@ def common_bytes(stored: bytes, data: bytes, beg: int, end: int) -> int:
     return equal
 
 
-def insert(fan: Fan, leaf: Leaf, neighbour: Leaf, common: int) -> Fan:
-    """Add a leaf; gives the fan's new top. `neighbour` is `nearest` to it and shares `common` bytes, fewer than either has."""
+def insert(trie: SiblingTrie, leaf: Leaf, neighbour: Leaf, common: int) -> SiblingTrie:
+    """Add a leaf and return the new top. `neighbour` is `nearest` to it and shares `common` bytes, fewer than either has."""
     tokens = leaf.tokens
     difference = tokens[common] ^ neighbour.tokens[common]
     assert difference, "siblings must differ in the first byte that they do not share"
     mask = 1 << (difference.bit_length() - 1)
-    above: list[Branch] = []
-    node = fan
-    while isinstance(node, Branch) and (node.byte < common or (node.byte == common and node.mask > mask)):
+    above: list[TrieNode] = []
+    node = trie
+    while isinstance(node, TrieNode) and (node.byte < common or (node.byte == common and node.mask > mask)):
         above.append(node)
         node = node.high if tokens[node.byte] & node.mask else node.low
-    branch = Branch(common, mask, node, leaf) if tokens[common] & mask else Branch(common, mask, leaf, node)
-    return _hang(fan, above, tokens, branch)
+    added = TrieNode(common, mask, node, leaf) if tokens[common] & mask else TrieNode(common, mask, leaf, node)
+    return _attach(trie, above, tokens, added)
 
 
-def replace(fan: Fan, leaf: Leaf, substitute: Leaf) -> Fan:
-    """Put a leaf that continues `leaf` in its place; gives the fan's new top."""
-    return _hang(fan, _way_to(fan, leaf), leaf.tokens, substitute)
+def replace(trie: SiblingTrie, leaf: Leaf, substitute: Leaf) -> SiblingTrie:
+    """Replace `leaf` by a leaf that begins with its tokens, and return the new top."""
+    return _attach(trie, _path_to(trie, leaf), leaf.tokens, substitute)
 
 
-def remove(fan: Fan, leaf: Leaf) -> Fan | None:
-    """Take a leaf out; gives the fan's new top, None if it was the only one."""
-    above = _way_to(fan, leaf)
+def remove(trie: SiblingTrie, leaf: Leaf) -> SiblingTrie | None:
+    """Remove a leaf and return the new top; None if it was the only one."""
+    above = _path_to(trie, leaf)
     if not above:
         return None
-    branch = above.pop()
-    return _hang(fan, above, leaf.tokens, branch.low if branch.high is leaf else branch.high)
+    parent = above.pop()
+    return _attach(trie, above, leaf.tokens, parent.low if parent.high is leaf else parent.high)
 
 
-def refresh(fan: Fan, leaf: Leaf) -> None:
-    """Take note that the leaf's `reach` or `ends` changed."""
-    _summarise(_way_to(fan, leaf))
+def refresh(trie: SiblingTrie, leaf: Leaf) -> None:
+    """Update the nodes above a leaf whose `reach` or `ends` changed."""
+    _summarise(_path_to(trie, leaf))
 
 
-def leaves(fan: Fan | None) -> list[Leaf]:
+def leaves(trie: SiblingTrie | None) -> list[Leaf]:
     """All leaves, in the order of their bits."""
     result: list[Leaf] = []
-    if fan is None:
+    if trie is None:
         return result
-    stack: list[Fan] = [fan]
+    stack: list[SiblingTrie] = [trie]
     while stack:
         node = stack.pop()
-        if isinstance(node, Branch):
+        if isinstance(node, TrieNode):
             stack.append(node.high)
             stack.append(node.low)
         else:
@@ -132,47 +132,47 @@ def leaves(fan: Fan | None) -> list[Leaf]:
     return result
 
 
-def dismantle(fan: Fan) -> None:
-    """Part the branches of a fan that nobody lists any more, so that each is freed by itself; O(branches).
+def dismantle(trie: SiblingTrie) -> None:
+    """Unlink the nodes of an unused trie from each other, so that each is freed by itself; O(nodes).
 
-    Freed through the topmost one, a deep fan would free them inside each other, which compiled `acyclic` objects do not survive.
+    Freeing a deep trie through its top would nest one call per node, which overflows the C stack on the compiled build.
     """
-    leaf = fan
-    while isinstance(leaf, Branch):
+    leaf = trie
+    while isinstance(leaf, TrieNode):
         leaf = leaf.low
-    stack: list[Fan] = [fan]
+    stack: list[SiblingTrie] = [trie]
     while stack:
         node = stack.pop()
-        if isinstance(node, Branch):
+        if isinstance(node, TrieNode):
             stack.append(node.high)
             stack.append(node.low)
             node.low = node.high = leaf
 
 
 def best_leaf(
-    fan: Fan, sequence: TokenSequence, beg: int, end: int, least: int, most: int, snapshots: bool
+    trie: SiblingTrie, sequence: TokenSequence, beg: int, end: int, least: int, most: int, snapshots: bool
 ) -> tuple[Leaf | None, int]:
-    """The leaf from which the longest run of the tokens at positions beg..end-1 can be reused, and the length of that run.
+    """The leaf with the longest reusable run of the tokens at positions beg..end-1, and the length of that run.
 
-    Only runs of `least` to `most` tokens count, least > 0; (None, 0) if there is none. With `snapshots`, a run must end where its
-    leaf has one. Of equally good leaves it is one that shares more with the query. O(depth).
+    Only runs of `least` to `most` tokens count, least > 0; (None, 0) if there is none. With `snapshots`, a run must end at a
+    snapshot of its leaf. Among equally good leaves, one that shares more with the query wins. O(depth).
     """
     data = sequence.data
     first = sequence.byte_offset(beg)
     last = sequence.byte_offset(end)
-    way: list[Branch] = []
-    node = fan
-    while isinstance(node, Branch):
-        way.append(node)
+    path: list[TrieNode] = []
+    node = trie
+    while isinstance(node, TrieNode):
+        path.append(node)
         at: int = first + int(node.byte)
         node = node.high if at < last and data[at] & node.mask else node.low
     shared = common_bytes(node.tokens, data, first, last)
-    depth = len(way)
-    while depth > 0 and way[depth - 1].byte >= shared:
+    depth = len(path)
+    while depth > 0 and path[depth - 1].byte >= shared:
         depth -= 1
-        node = way[depth]  # everything below shares what the nearest leaf does
+        node = path[depth]  # everything below shares what the nearest leaf does
     best = least - 1
-    found: Fan | None = None
+    found: SiblingTrie | None = None
     run = min(most, sequence.whole_tokens(first + shared) - beg)
     while run > best:
         usable = usable_run(node, run, snapshots)
@@ -182,30 +182,30 @@ def best_leaf(
         if depth == 0:
             break
         depth -= 1
-        branch = way[depth]
-        at = first + int(branch.byte)
-        node = branch.low if data[at] & branch.mask else branch.high  # the other side
+        inner = path[depth]
+        at = first + int(inner.byte)
+        node = inner.low if data[at] & inner.mask else inner.high  # the other side
         run = min(most, sequence.whole_tokens(at) - beg)
     if found is None:
         return None, 0
-    while isinstance(found, Branch):
+    while isinstance(found, TrieNode):
         found = found.low if usable_run(found.low, best, snapshots) == best else found.high
     return found, best
 
 
-def usable_run(node: Fan, run: int, snapshots: bool) -> int:
+def usable_run(node: SiblingTrie, run: int, snapshots: bool) -> int:
     """The longest run of at most `run` tokens that some leaf below offers, 0 or less if none does."""
     if not snapshots:
         return min(node.reach, run)
     return (node.ends & ((2 << run) - 1)).bit_length() - 1
 
 
-def check(fan: Fan) -> None:
-    """Assert the structure: every branch is the first difference of the leaves below it, and its summary is theirs."""
-    stack: list[Fan] = [fan]
+def check(trie: SiblingTrie) -> None:
+    """Assert that every node is the first difference of the leaves below it, and that its summary is current."""
+    stack: list[SiblingTrie] = [trie]
     while stack:
         node = stack.pop()
-        if not isinstance(node, Branch):
+        if not isinstance(node, TrieNode):
             continue
         assert node.mask in (1, 2, 4, 8, 16, 32, 64, 128), node.mask
         low = leaves(node.low)
@@ -213,29 +213,31 @@ def check(fan: Fan) -> None:
         before = low[0].tokens[: node.byte]
         upper = 256 - 2 * node.mask  # the bits before `mask` in its byte
         for leaf in low + high:
-            assert leaf.tokens[: node.byte] == before, "leaves below a branch are equal before it"
-            assert leaf.tokens[node.byte] & upper == low[0].tokens[node.byte] & upper, "leaves below a branch are equal before it"
+            assert leaf.tokens[: node.byte] == before, "leaves below a node are equal before its bit"
+            assert leaf.tokens[node.byte] & upper == low[0].tokens[node.byte] & upper, (
+                "leaves below a node are equal before its bit"
+            )
         assert not any(leaf.tokens[node.byte] & node.mask for leaf in low), "a leaf is on the wrong side"
         assert all(leaf.tokens[node.byte] & node.mask for leaf in high), "a leaf is on the wrong side"
-        assert not node.summarise(), "a branch's summary is out of date"
+        assert not node.summarise(), "a node's summary is out of date"
         stack.append(node.low)
         stack.append(node.high)
 
 
-def _way_to(fan: Fan, leaf: Leaf) -> list[Branch]:
-    """The branches from the top down to a leaf of this fan."""
+def _path_to(trie: SiblingTrie, leaf: Leaf) -> list[TrieNode]:
+    """The nodes from the top down to a leaf of this trie."""
     tokens = leaf.tokens
-    way: list[Branch] = []
-    node = fan
-    while isinstance(node, Branch):
-        way.append(node)
+    path: list[TrieNode] = []
+    node = trie
+    while isinstance(node, TrieNode):
+        path.append(node)
         node = node.high if tokens[node.byte] & node.mask else node.low
-    assert node is leaf, "the leaf is not in this fan"
-    return way
+    assert node is leaf, "the leaf is not in this trie"
+    return path
 
 
-def _hang(fan: Fan, above: list[Branch], tokens: bytes, node: Fan) -> Fan:
-    """Make `node` the child of the last branch above it, on the side of `tokens`; gives the fan's new top."""
+def _attach(trie: SiblingTrie, above: list[TrieNode], tokens: bytes, node: SiblingTrie) -> SiblingTrie:
+    """Make `node` the child of the last node of `above`, on the side of `tokens`, and return the new top."""
     if not above:
         return node
     parent = above[len(above) - 1]
@@ -244,11 +246,11 @@ def _hang(fan: Fan, above: list[Branch], tokens: bytes, node: Fan) -> Fan:
     else:
         parent.low = node
     _summarise(above)
-    return fan
+    return trie
 
 
-def _summarise(way: list[Branch]) -> None:
-    """Bring the branches on a way up to date, from the bottom up, as far as anything changes."""
-    i = len(way) - 1
-    while i >= 0 and way[i].summarise():
+def _summarise(path: list[TrieNode]) -> None:
+    """Update the nodes of a path from the bottom up, until nothing changes."""
+    i = len(path) - 1
+    while i >= 0 and path[i].summarise():
         i -= 1

@@ -18,7 +18,7 @@ from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block, RootBlock, as_block, subtree
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
-from kv_cache_manager_v2.reuse.sibling_trie import Branch
+from kv_cache_manager_v2.reuse.sibling_trie import TrieNode
 from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page, PageKeeper
 
@@ -114,7 +114,7 @@ class RadixTree:
     # -- blocks --------------------------------------------------------------------------------------------------------------
 
     def insert(self, parent: Block, tokens: bytes, num_tokens: int) -> tuple[Block, int]:
-        """Find or add the block of these packed tokens below a full block or a root; O(depth of the fan).
+        """Find or add the block of these packed tokens below a full block or a root; O(depth of the sibling trie).
 
         Gives the block and BLOCK_NEW, BLOCK_EXISTS or BLOCK_COVERED. A new block takes over the pages of the sibling that it
         continues, each still good for the tokens that it was good for.
@@ -265,7 +265,7 @@ class RadixTree:
             page = block.first
             while page is not None:
                 self._tell_stored(block, page)
-                page = page.beside
+                page = page.next_in_block
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class RadixTree:
             block.reach = reach
             block.ends = ends
             parent = block.parent
-            if parent is not None and isinstance(parent.children, Branch):
+            if parent is not None and isinstance(parent.children, TrieNode):
                 sibling_trie.refresh(parent.children, block)
 
     def _prune(self, block: Block) -> None:
@@ -325,7 +325,7 @@ class RadixTree:
             pages = block.take_pages()
             if block.ordinal >= 0:
                 self._let_go(block)
-            if isinstance(block.children, Branch):
+            if isinstance(block.children, TrieNode):
                 sibling_trie.dismantle(block.children)
             block.children = None
             self._give_back_all(pages)
@@ -399,7 +399,7 @@ class RadixTree:
             assert page.owner is block, "a listed page has another owner"
             assert 0 < page.coverage <= block.num_tokens, (page.coverage, block.num_tokens)
             below = page.life_cycle
-            page = page.beside
+            page = page.next_in_block
         before = (block.covered, block.reach, block.ends)
         self._recount(block)
         assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"

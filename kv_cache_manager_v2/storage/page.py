@@ -56,7 +56,7 @@ class Page:
         self.ready = ready  # whoever reads or overwrites the bytes waits for this point: last writer, and last finished reader
         self.mark = 0  # number of the last plan that claimed it, so that making room never evicts what is being loaded
         self.owner: PageOwner | None = None  # the tree block that lists it; None while private to a request, or once orphaned
-        self.beside: Page | None = None  # the owner's next page, of a higher life cycle; None for the last, and without an owner
+        self.next_in_block: Page | None = None  # the owner's next page, of a higher life cycle
         self.before: Page | None = None  # neighbours in the eviction queue while queued, else among the kept pages; None once gone
         self.after: Page | None = None
 

@@ -25,7 +25,6 @@ FLOORS = {
     "emulated": 3,
     "storage": 4,
     "reuse": 5,
-    "sequence": 6,
     "request": 6,
 }
 PUBLIC_FACE = 7

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.events.manager import MAX_NOTES, KVCacheEventManager
+from kv_cache_manager_v2.events.manager import MAX_RECORDS, KVCacheEventManager
 from kv_cache_manager_v2.events.records import KVCacheEvent, KVCacheEventDiff, KVCacheRemovedData, KVCacheStoredBlockData
 from tests.events.helpers import brief, events_of, stored, unique
 from tests.reuse.helpers import FULL, Cache, toks, window
@@ -181,15 +181,15 @@ class TestCapacity:
         assert [event.event_id for event in events] == [36, 37, 38, 39]
         assert manager.num_dropped_events == 36
 
-    def test_notes_that_nobody_flushes_are_bounded(self) -> None:
+    def test_records_without_a_flush_are_bounded(self) -> None:
         """An engine that listens and never flushes keeps a bounded number of notes, then of events."""
         manager = KVCacheEventManager(4)
         cache = Cache(2, FULL, listener=manager)
         [block] = cache.store([1, 2])
-        for turn in range(MAX_NOTES + 9):
+        for turn in range(MAX_RECORDS + 9):
             manager.page_moved(block, 0, turn % 2, (turn + 1) % 2)
-        assert manager.num_dropped_events == MAX_NOTES - 4
-        assert [event.event_id for event in events_of(manager)] == list(range(MAX_NOTES + 6, MAX_NOTES + 10))
+        assert manager.num_dropped_events == MAX_RECORDS - 4
+        assert [event.event_id for event in events_of(manager)] == list(range(MAX_RECORDS + 6, MAX_RECORDS + 10))
 
 
 class TestWindows:

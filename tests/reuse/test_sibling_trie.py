@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block
-from kv_cache_manager_v2.reuse.sibling_trie import Branch, Leaf
+from kv_cache_manager_v2.reuse.sibling_trie import Leaf, TrieNode
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack, unpack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest
@@ -37,7 +37,7 @@ def fill(cache: Cache, children: list[list[Token]]) -> dict[tuple[Token, ...], B
     return {tuple(unpack(block.tokens)): block for block in root.child_blocks()}
 
 
-def top(cache: Cache) -> Leaf | Branch:
+def top(cache: Cache) -> Leaf | TrieNode:
     children = cache.tree.root(EMPTY_SCOPE).children
     assert children is not None
     return children
@@ -105,7 +105,7 @@ def test_the_best_leaf_is_best(data: st.DataObject, children: list[list[Token]],
 
 @given(st.data(), st.lists(runs, min_size=1, max_size=20))
 def test_children_come_and_go_in_any_order(data: st.DataObject, children: list[list[Token]]) -> None:
-    """After every removal the others are there still, what the branches know of them is right, and the last one leaves nothing."""
+    """After every removal the others are there still, the summaries of the nodes are right, and the last one leaves nothing."""
     cache = Cache(6, FULL, SSM)
     stored = list(fill(cache, children).values())
     for block in stored:
@@ -123,13 +123,13 @@ def test_children_come_and_go_in_any_order(data: st.DataObject, children: list[l
 
 
 def test_a_lone_child_is_the_fan() -> None:
-    """One child is held as itself; a second one makes a branch."""
+    """One child is held as itself; a second one makes a node."""
     cache = Cache(2, FULL)
     root = cache.tree.root(EMPTY_SCOPE)
     first, _how = cache.tree.insert(root, pack([1, 2]).data, 2)
     assert root.children is first
     cache.tree.insert(root, pack([1, 3]).data, 2)
-    assert isinstance(root.children, Branch)
+    assert isinstance(root.children, TrieNode)
 
 
 def test_ten_thousand_siblings_stay_shallow() -> None:
@@ -141,9 +141,9 @@ def test_ten_thousand_siblings_stay_shallow() -> None:
         _block, how = cache.tree.insert(root, part.data, 4)
         assert how == BLOCK_NEW
     depth = 0
-    level: list[Leaf | Branch] = [top(cache)]
+    level: list[Leaf | TrieNode] = [top(cache)]
     while level:
-        level = [side for node in level if isinstance(node, Branch) for side in (node.low, node.high)]
+        level = [side for node in level if isinstance(node, TrieNode) for side in (node.low, node.high)]
         depth += 1
     assert depth <= 34, depth
     assert len(root.child_blocks()) == 10_000
@@ -159,8 +159,8 @@ cache.tree.clear()
 """
 
 
-def test_a_deep_fan_is_freed_branch_by_branch() -> None:
-    """A thousand siblings that each differ in a bit of their own make a fan a thousand deep; freeing it leaves memory intact."""
+def test_a_deep_trie_is_freed_node_by_node() -> None:
+    """A thousand siblings that each differ in a bit of their own make a trie a thousand deep; freeing it leaves memory intact."""
     environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", DEEP_FAN], env=environment, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr[-2000:]

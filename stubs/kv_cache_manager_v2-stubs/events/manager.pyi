@@ -6,7 +6,7 @@ from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
 
-MAX_NOTES: Final = 262144
+MAX_RECORDS: Final = 262144
 MAX_UUIDS: Final = 65536
 
 class KVCacheEventManager(CacheListener):

@@ -148,7 +148,7 @@ class _LifeCycleCounts:
         )
 
 
-class Ledger:
+class StatisticsLedger:
     """The manager's books: totals since construction, and what happened since each was last read."""
 
     def __init__(self, enabled: bool, layout: StorageLayout, hierarchy: Hierarchy) -> None:

@@ -1,1 +1,0 @@
-"""One request's cache."""
