@@ -388,9 +388,17 @@ class KVCache:
     # --- page indices
 
     def get_base_page_indices(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> Sequence[int]:
-        """The live int32 array of base page indices, one a block: ours (an `array`), or the buffer that was set, itself.
-        BAD_PAGE_INDEX where there is no page."""
+        """The int32 array of base page indices, one a block, kept up to date: an `array`, or the buffer that was set, itself.
+        BAD_PAGE_INDEX where there is no page.
+
+        A view of the array (numpy, memoryview, torch) shows changes of entries. It keeps its old entries once the number of blocks
+        has changed: take it again when `get_base_page_indices_version` has another answer.
+        """
         return self._row(layer_group_id, beam_idx).live()
+
+    def get_base_page_indices_version(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> int:
+        """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
+        return self._row(layer_group_id, beam_idx).version
 
     def set_base_page_index_buf(self, beam_idx: object, layer_group_id: object, buf: object) -> None:
         """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;

@@ -51,7 +51,7 @@ def add_blocks(request: Request, capacity: int) -> bool:
         if shared.tables_in_group[group] * wanted > allocators[group].free:
             return False
     for table in request.tables:
-        if table.row.buffer is not None and table.row.room() < blocks:
+        if table.row.buffer is not None and table.row.max_blocks() < blocks:
             return False
     if request.pending is not None:
         request.pending.before_growth(request.history)
@@ -261,10 +261,10 @@ def _stays_held(request: Request, ordinal: int) -> bool:
 
 def _check_room(request: Request, blocks: int) -> None:
     for table in request.tables:
-        room = table.row.room()
-        if room < blocks:
+        most = table.row.max_blocks()
+        if most < blocks:
             raise ConfigError(
-                f"page-index buffer of layer group {table.index} too short: {room} entries for {blocks} blocks; attach a longer one"
+                f"page-index buffer of layer group {table.index} too short: {most} entries for {blocks} blocks; attach a longer one"
             )
 
 

@@ -1,7 +1,10 @@
 """Page-index rows: where the engine reads the base page index of each block.
 
-Rule: an entry is the slot id of a page that the running request has locked, and BAD_PAGE_INDEX in every other case, so that an
-index that can be read is an index that may be used.
+Rule: an entry is the slot id of a page that the ACTIVE request has locked, and BAD_PAGE_INDEX in every other case.
+
+A view of a row's own array (numpy, memoryview, torch) never blocks the request. Entries change in place, so a view shows them. When
+the number of blocks changes while a view exists, the row moves to a new array: the view stays valid and keeps its old entries.
+`version` tells: a view taken at the present version is up to date.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Final, cast
+from ctypes import c_int32
+from typing import Any, Final, cast
 
 from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
@@ -18,7 +22,7 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 
 _BIG_ENDIAN: Final = sys.byteorder == "big"
-_BAD_RUN: Final = array("i", [BAD_PAGE_INDEX]) * 256  # source of slices for blanking without building lists
+_BAD_RUN: Final = array("i", [BAD_PAGE_INDEX]) * 256  # slices of it are cheaper than new arrays
 
 
 def bad_run(length: int) -> array[int]:
@@ -45,71 +49,102 @@ class SlotWriter:
 
 
 class PageIndexRow:
-    """Base page indices of one life cycle and beam, in an array of ours or in the engine's own int32 buffer.
+    """Base page indices of one life cycle and beam, in the row's own array or in a buffer of the engine.
 
-    Ours has exactly one entry a block. The engine's may be longer: entries past the last block are BAD.
+    The own array has exactly one entry a block. A buffer may be longer: entries past the last block are BAD.
     """
 
     def __init__(self) -> None:
-        self.own: array[int] = array("i")  # one entry a block; kept up to date only while no buffer is attached
+        self.own: array[int] = array("i")  # one entry a block; empty while a buffer is attached
         self.buffer: memoryview[int] | None = None  # the attached buffer, as 32-bit ints
-        self.attached: object = None  # the object that the engine passed, which reads give back
+        self.attached: object = None  # the object that the engine passed; reads return it
         self.length = 0  # blocks
+        self.version = 0  # changes exactly when an entry, the number of blocks or the array does
 
     def live(self) -> Sequence[int]:
-        """The object that changes as the request does: the engine's buffer, or our array."""
+        """The array that the request writes: the engine's buffer, or the row's own."""
         return cast("Sequence[int]", self.attached) if self.buffer is not None else self.own
 
     def set(self, ordinal: int, value: int) -> None:
+        """Change one entry."""
         buffer = self.buffer
         if buffer is None:
+            if self.own[ordinal] == value:
+                return
             self.own[ordinal] = value
         else:
+            if buffer[ordinal] == value:
+                return
             buffer[ordinal] = value
+        self.version += 1
 
     def append(self, value: int) -> None:
-        """One more block. The caller has checked `room`."""
+        """One more block. The caller has checked `max_blocks`."""
         buffer = self.buffer
         if buffer is None:
-            self.own.append(value)
+            try:
+                self.own.append(value)
+            except BufferError:  # a view exists
+                self.own = self.own + array("i", [value])
         else:
             buffer[self.length] = value
         self.length += 1
+        self.version += 1
 
     def extend(self, values: array[int]) -> None:
-        """Further blocks. The caller has checked `room`."""
+        """More blocks. The caller has checked `max_blocks`."""
+        if not values:
+            return
         buffer = self.buffer
         if buffer is None:
-            self.own.extend(values)
+            try:
+                self.own.extend(values)
+            except BufferError:
+                self.own = self.own + values
         else:
             buffer[self.length : self.length + len(values)] = memoryview(values)
         self.length += len(values)
+        self.version += 1
 
     def truncate(self, length: int) -> None:
-        """Forget the blocks from `length` on; a buffer reads BAD there."""
+        """Remove the blocks from `length` on; a buffer reads BAD there."""
         if length >= self.length:
             return
         buffer = self.buffer
         if buffer is None:
-            del self.own[length:]
+            try:
+                del self.own[length:]
+            except BufferError:
+                self.own = self.own[:length]
         else:
             buffer[length : self.length] = memoryview(bad_run(self.length - length))
         self.length = length
+        self.version += 1
 
     def fill(self, values: array[int]) -> None:
-        """Replace all entries by `values`, one a block."""
+        """Replace all entries by `values`, one a block. O(blocks)."""
+        if len(values) != self.length:
+            self.truncate(len(values))
+            self.extend(bad_run(len(values) - self.length))
         buffer = self.buffer
         if buffer is None:
+            if self.own == values:
+                return
             self.own[:] = values
         else:
-            buffer[: len(values)] = memoryview(values)
-            if len(values) < self.length:
-                buffer[len(values) : self.length] = memoryview(bad_run(self.length - len(values)))
-        self.length = len(values)
+            if buffer[: self.length] == memoryview(values):
+                return
+            buffer[: self.length] = memoryview(values)
+        self.version += 1
 
     def blank(self) -> None:
-        """All entries BAD."""
+        """Make all entries BAD."""
         self.fill(bad_run(self.length))
+
+    def blank_range(self, start: int, end: int) -> None:
+        """Make the entries of some blocks BAD."""
+        for ordinal in range(start, min(end, self.length)):
+            self.set(ordinal, BAD_PAGE_INDEX)
 
     def values(self) -> array[int]:
         """A copy of the entries, one a block."""
@@ -118,14 +153,14 @@ class PageIndexRow:
             return self.own[:]
         return array("i", buffer[: self.length])
 
-    def room(self) -> int:
-        """Blocks that the row can hold; no limit (a huge number) for our own array."""
+    def max_blocks(self) -> int:
+        """Blocks that the array can hold; a huge number for the row's own."""
         return len(self.buffer) if self.buffer is not None else 1 << 62
 
     def attach(self, target: object) -> None:
-        """Write in place into `target`: a writable, contiguous, one-dimensional buffer of int32 with room for every block.
+        """Write in place into `target`: writable, contiguous, one-dimensional int32 memory with an entry for every block.
 
-        Raises ConfigError before anything changes.
+        Takes anything with the buffer protocol, and torch tensors in host memory. Raises ConfigError before anything changes.
         """
         view = _int32_view(target)
         if len(view) < self.length:
@@ -137,25 +172,29 @@ class PageIndexRow:
         self.own = array("i")
         self.buffer = view
         self.attached = target
+        self.version += 1
 
     def detach(self) -> None:
-        """Back to our own array; the engine's memory is left as it is and never written again."""
+        """Write into the row's own array again. The engine's memory is left as it is and never written again."""
         if self.buffer is None:
             return
         self.own = self.values()
         self.buffer.release()
         self.buffer = None
         self.attached = None
+        self.version += 1
 
 
 def _int32_view(target: object) -> memoryview[int]:
     try:
         view = memoryview(target)  # type: ignore[arg-type]  # the point is to find out
     except TypeError:
-        raise ConfigError(
-            f"a page-index buffer must support the buffer protocol, got {type(target).__name__}: pass an int32 numpy array or an "
-            "array('i'); of a torch tensor in host memory, tensor.numpy()"
-        ) from None
+        if not hasattr(target, "data_ptr"):
+            raise ConfigError(
+                f"a page-index buffer must support the buffer protocol, got {type(target).__name__}: pass an int32 numpy array, "
+                "an array('i') or a torch.int32 tensor in host memory"
+            ) from None
+        return _tensor_view(target)
     if view.format not in ("i", "@i") or view.ndim != 1:
         raise ConfigError(
             f"a page-index buffer must be one-dimensional int32, got format {view.format!r} with {view.ndim} dimensions"
@@ -163,3 +202,18 @@ def _int32_view(target: object) -> memoryview[int]:
     if view.readonly or not view.c_contiguous:
         raise ConfigError("a page-index buffer must be writable and contiguous")
     return view
+
+
+def _tensor_view(tensor: Any) -> memoryview[int]:
+    """The memory of a torch tensor. The caller keeps the tensor alive as long as the view."""
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"a page-index buffer must be in host memory, got a tensor on {tensor.device}: pass a tensor of the CPU")
+    if str(tensor.dtype) != "torch.int32" or tensor.dim() != 1:
+        raise ConfigError(f"a page-index buffer must be one-dimensional int32, got {tensor.dtype} with {tensor.dim()} dimensions")
+    if not tensor.is_contiguous():
+        raise ConfigError("a page-index buffer must be writable and contiguous")
+    count: int = tensor.numel()
+    if count == 0:
+        return memoryview(array("i"))
+    memory = (c_int32 * count).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B").cast("i")
