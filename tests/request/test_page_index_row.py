@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -96,13 +97,13 @@ def test_attaching_and_detaching_change_the_version() -> None:
     assert versions[0] < versions[1] < versions[2] == row.version
 
 
-STEPS: list[Callable[[KVCache], bool]] = [
+STEPS: list[Callable[[KVCache], bool | None]] = [
     lambda cache: cache.resize(20),
     lambda cache: cache.resize(60),
     lambda cache: cache.resize(8, 0),
-    lambda cache: cache.commit(toks(0, 16)) is None,
-    lambda cache: cache.suspend() is None,
-    lambda cache: cache.close() is None,
+    lambda cache: cache.commit(toks(0, 16)),
+    lambda cache: cache.suspend(),
+    lambda cache: cache.close(),
 ]
 
 
@@ -114,7 +115,7 @@ def test_a_request_goes_on_whatever_views_of_its_rows_there_are(number: int, kin
         assert cache.resume(rig.stream)
         assert cache.resize(16)
         views = [memoryview(cache.get_base_page_indices(group)) for group in range(len(kinds))]  # type: ignore[arg-type]
-        assert STEPS[number](cache)
+        assert STEPS[number](cache) in (True, None)
         rig.manager.check_invariants()
         del views
 
@@ -134,16 +135,21 @@ def test_the_version_of_a_request_tells_whether_a_view_is_up_to_date() -> None:
             cache.get_base_page_indices_version(7)
 
 
+def listed(tensor: Any) -> list[int]:
+    values: list[int] = tensor.tolist()
+    return values
+
+
 def test_a_torch_tensor_in_host_memory_is_written_in_place() -> None:
     torch = pytest.importorskip("torch")
     with Rig(small(16), engine=False) as rig:
         cache = rig.create()
         assert cache.resume(rig.stream)
-        tensor = torch.full((8,), 77, dtype=torch.int32)
+        tensor: Any = torch.full((8,), 77, dtype=torch.int32)
         cache.set_base_page_index_buf(0, 0, tensor)
         assert cache.resize(16)
         assert cache.get_base_page_indices(0) is tensor
-        pages = tensor.tolist()
+        pages = listed(tensor)
         assert sorted(pages[:4]) == sorted(set(pages[:4]))
         assert min(pages[:4]) >= 0
         assert pages[4:] == [BAD_PAGE_INDEX] * 4
@@ -157,4 +163,4 @@ def test_a_torch_tensor_in_host_memory_is_written_in_place() -> None:
         for bad in wrong:
             with pytest.raises(ConfigError):
                 cache.set_base_page_index_buf(0, 0, bad)
-            assert tensor.tolist() == pages
+            assert listed(tensor) == pages
