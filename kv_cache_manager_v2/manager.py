@@ -26,6 +26,7 @@ from kv_cache_manager_v2.arguments import (
     octets,
     request_id,
     shown,
+    unsigned,
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.default import default_driver
@@ -238,6 +239,15 @@ class KVCacheManager(ManagerViews):
             self._require_none_open("clear_reusable_blocks()")
             self._tree.clear()
             conclude(self._shared)
+
+    def forget_stream(self, cuda_stream: object) -> None:
+        """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).
+
+        Suspend or close what is ACTIVE on the stream first. Work already queued on it is still waited for.
+        """
+        stream = unsigned(cuda_stream, "cuda_stream")
+        with self._shared.lock:
+            self._timeline.forget(stream)
 
     def shutdown(self) -> None:
         """Give all memory back. Raises LogicError, nothing changed, while a cache is open. Idempotent."""

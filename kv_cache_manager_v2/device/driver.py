@@ -188,3 +188,15 @@ class Driver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish all work and give everything back; raises LogicError naming what the caller leaked."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class IdentifyingDriver(Driver):
+    """A driver that can tell a stream from a later one with the same handle, which saves waits between works of one stream."""
+
+    @abstractmethod
+    def stream_identity(self, stream: Stream) -> int:
+        """A positive number that no other stream of this driver ever has; 0 if the driver cannot tell, or has no such stream.
+
+        Cheap, and never raises.
+        """

@@ -12,7 +12,7 @@ from ctypes import memmove
 from typing import Final
 
 from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
-from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
+from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.emulated.address_space import AddressSpace, read_memory, write_memory
 from kv_cache_manager_v2.emulated.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
@@ -42,7 +42,7 @@ DEFAULT_TIMEOUT_CALLS: Final = 1000
 _SCHEDULES: Final = ("eager", "threads", "random")
 
 
-class EmulatedDriver(Driver):
+class EmulatedDriver(IdentifyingDriver):
     """A device whose memory is host memory. Stream 0 always exists.
 
     `transfer_timeout`: after how long a file transfer's gate opens as timed out: a number of driver calls on `eager` and `random`,
@@ -231,6 +231,9 @@ class EmulatedDriver(Driver):
         del self._queues[stream]
         self._schedule.retire(queue)
 
+    def stream_identity(self, stream: Stream) -> int:
+        return stream + 1  # handles are never used twice
+
     def create_event(self) -> int:
         self._begin("create_event")
         self._handles += 1
@@ -271,10 +274,7 @@ class EmulatedDriver(Driver):
             self._schedule.finish(found)
 
     def synchronize(self) -> None:
-        """Run everything that is queued, file transfers included, one that has timed out excepted.
-
-        LogicError naming the streams and gates if that can never be: a gate of the test is closed.
-        """
+        """Run all that is queued. LogicError naming the streams and gates if that can never be: a gate of the test is closed."""
         self._begin("synchronize")
         self._schedule.finish(None)
 

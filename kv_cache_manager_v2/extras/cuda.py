@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from kv_cache_manager_v2.arguments import at_least, function, positive, whole
-from kv_cache_manager_v2.device.driver import GATE_PENDING, Driver
+from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import CudaContext, load_bindings
@@ -21,7 +21,7 @@ from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
 from kv_cache_manager_v2.ids import INT32_MAX, Stream
 
 
-class CudaDriver(Driver):
+class CudaDriver(IdentifyingDriver):
     """A GPU. Streams are the driver's handles as ints, so an engine's own (torch's `stream.cuda_stream`) can be passed.
 
     device: ordinal among the visible GPUs. bindings: a module to use in place of `cuda.bindings.driver`. io_threads: how many file
@@ -116,6 +116,9 @@ class CudaDriver(Driver):
 
     def destroy_stream(self, stream: Stream) -> None:
         self._streams.destroy_stream(stream)
+
+    def stream_identity(self, stream: Stream) -> int:
+        return self._streams.stream_identity(stream)
 
     def create_event(self) -> int:
         return self._streams.create_event()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import SUCCESS, CudaContext
 from kv_cache_manager_v2.extras.cuda_memory import Holdings
 from kv_cache_manager_v2.ids import Stream
@@ -27,10 +27,13 @@ ERROR_NOT_READY: Final = 600
 EVENT_POOL_LIMIT: Final = 1024  # idle events kept; the rest is destroyed
 POINTER_CACHE_LIMIT: Final = 1 << 16  # CUdeviceptr objects kept, about 150 bytes each
 LEGACY_STREAMS: Final = (0, 1)  # the legacy default stream under both its names: batch copies refuse it
+DEFAULT_STREAMS: Final = (*LEGACY_STREAMS, 2)  # and the default stream of the calling thread
 
 # The first releases whose library has the entry point behind cuMemcpyBatchAsync: that of the bindings of CUDA 12, and that of 13.
 BATCH_SINCE_12: Final = 12080
 BATCH_SINCE_13: Final = 13000
+
+IDENTITY_SINCE: Final = 12000  # the first release whose library tells streams apart
 
 # Host functions that are queued and have not run. They live here, and the one C callback with them, so that neither can vanish
 # while the driver still holds its address.
@@ -98,6 +101,9 @@ class CudaStreams:
             attributes = api.CUmemcpyAttributes()
             attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
             self._batch_attributes = [attributes]
+        self.has_identity: Final = hasattr(bindings, "cuStreamGetId") and context.version >= IDENTITY_SINCE
+        if self.has_identity:
+            self._cuStreamGetId = api.cuStreamGetId
         self._pointers = _Pointers(api.CUdeviceptr)
         self._streams = Holdings("stream")
         self._events = Holdings("event")
@@ -118,6 +124,21 @@ class CudaStreams:
         with self._context:
             self._context.check("cuStreamDestroy", self._cuStreamDestroy(stream))
         self._streams.strike(stream)
+
+    def stream_identity(self, stream: Stream) -> int:
+        """A positive number that no later stream with this handle has; 0 where the driver has no such number."""
+        if not self.has_identity:
+            return 0
+        result: tuple[object, int | None] = (None, None)
+        if stream not in DEFAULT_STREAMS:  # those are another stream's in each context, or thread
+            result = self._cuStreamGetId(stream)
+        if result[0] != SUCCESS:
+            try:
+                with self._context:
+                    result = self._cuStreamGetId(stream)
+            except KVCacheError:
+                return 0
+        return result[1] + 1 if result[0] == SUCCESS and result[1] is not None else 0
 
     # --- events
 

@@ -165,8 +165,7 @@ class Copier:
     def close(self) -> None:
         """Give streams and staging back; all work is complete."""
         for stream in self._streams:
-            self._timeline.forget(stream)
-            self._driver.destroy_stream(stream)
+            self._timeline.destroy_stream(stream)
         self._streams.clear()
         if self._ring.quarantined:
             _log.warning("the staging ring is not given back: a file read that timed out may still write to it")
@@ -365,7 +364,7 @@ class Copier:
 
     def _next_stream(self) -> Stream:
         if len(self._streams) < NUM_STREAMS:
-            self._streams.append(self._driver.create_stream())
+            self._streams.append(self._timeline.create_stream())
             return self._streams[-1]
         self._turn = (self._turn + 1) % NUM_STREAMS
         return self._streams[self._turn]

@@ -17,10 +17,13 @@ from tests.arguments.stubs import CLASSES, TREES, Door, Parameter, atoms, bases,
 from tests.arguments.values import INTEGERS, valid, wrong
 
 # What we call, and users implement: a call of the seam takes what its manager gives it, and is too hot to be asked.
-SEAMS: Final = ("Driver", "CacheListener")
+SEAMS: Final = ("Driver", "IdentifyingDriver", "CacheListener")
 
 # Numbers by which something is named that must be there: that it is not is a LogicError.
 NAMED: Final = frozenset({"stream", "cuda_stream", "address", "nbytes"})
+
+# Calls to which any handle is good, also one that stands for nothing any more.
+TAKE_ANY_HANDLE: Final = frozenset({"forget_stream"})
 
 # Nobody but the package makes these.
 MADE_BY_US: Final = frozenset(
@@ -158,7 +161,8 @@ def test_wrong_arguments_are_refused_before_anything_changes(door: Door) -> None
                 except Exception as error:
                     faults.append(f"{case} raises {type(error).__name__}: {error}")
                 else:
-                    faults.append(f"{case} is accepted: {shown(result)}")
+                    if door.name not in TAKE_ANY_HANDLE or type(value) is not int:
+                        faults.append(f"{case} is accepted: {shown(result)}")
                 if scene.print_of() != before:
                     faults.append(f"{case} changed something")
                     before = scene.print_of()

@@ -250,6 +250,10 @@ class StandIn(MemoryCalls):
         self._streams[handle] = parts.Stream(self._contexts()[-1], self.faults.append)
         return OK, CUstream(handle)
 
+    def cuStreamGetId(self, hStream: CUstream | int) -> tuple[CUresult, int | None]:
+        stream = self._stream(hStream)
+        return (BAD_HANDLE, None) if stream is None else (OK, stream.number)
+
     def cuStreamDestroy(self, hStream: CUstream | int) -> tuple[CUresult]:
         stream = self._streams.pop(integer(hStream), None)
         if stream is None:

@@ -7,11 +7,13 @@ with other streams.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import queue
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -89,8 +91,11 @@ class Event:
 class Stream:
     """A thread that does one thing after the other."""
 
+    numbers: ClassVar[itertools.count[int]] = itertools.count()
+
     def __init__(self, context: int, on_fault: Callable[[str], None]) -> None:
         self.context = context
+        self.number = next(Stream.numbers)  # no other stream's, ever
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._on_fault = on_fault
         self._thread = threading.Thread(target=self._run, name="stand-in stream", daemon=True)

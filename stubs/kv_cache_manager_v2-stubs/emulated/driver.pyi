@@ -1,7 +1,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.emulated.streams import (
     EmulatedGate,
 )
@@ -11,7 +11,7 @@ GRANULARITY: Final = 2 << 20
 DEFAULT_STREAM: Final = Stream(0)
 DEFAULT_TIMEOUT_CALLS: Final = 1000
 
-class EmulatedDriver(Driver):
+class EmulatedDriver(IdentifyingDriver):
     schedule_name: str
     seed: int
 
@@ -42,6 +42,7 @@ class EmulatedDriver(Driver):
     def write_bytes(self, address: int, data: bytes) -> None: ...
     def create_stream(self) -> Stream: ...
     def destroy_stream(self, stream: Stream) -> None: ...
+    def stream_identity(self, stream: Stream) -> int: ...
     def create_event(self) -> int: ...
     def destroy_event(self, event: int) -> None: ...
     def record_event(self, event: int, stream: Stream) -> None: ...

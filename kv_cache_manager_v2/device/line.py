@@ -1,0 +1,95 @@
+"""A line: points in the order of one stream, each marked by one of the driver's events.
+
+Rule: a line is used by one stream after the other, and by the next only when all its points are over. It goes on counting, so an
+old point stays over. Which stream has it, and who may skip a wait for that reason, is the timeline's business.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.errors import KVCacheError, LogicError
+from kv_cache_manager_v2.ids import Stream
+
+UNKNOWN: Final = 0  # identity of a stream that cannot be told from the next one with its handle
+NO_EVENT: Final = -1  # among a line's events: the device has refused to mark this point, see `Timeline.record_or_wait`
+
+_COMPACT_FROM: Final = 64  # spent events at the front of a list before it is cut
+
+
+class Line:
+    """Points in one stream's order: events numbered `completed + 1` to `issued` are outstanding."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.stream = Stream(0)  # the driver's handle, of the stream that used the line last
+        self.identity = UNKNOWN  # positive: the driver's number; negative: a stream of `Timeline.create_stream`, counted down
+        self.issued = 0  # sequence number of the latest record
+        self.completed = 0  # all records up to this number are known to be complete
+        self.events: list[int] = []  # driver events; the outstanding ones are events[head:], in order
+        self.head = 0
+        self.waited: dict[int, int] = {}  # other line's index -> largest sequence number this stream was made to wait for
+
+    def outstanding(self) -> int:
+        """Events that are not known to be complete."""
+        return len(self.events) - self.head
+
+    def event_of(self, number: int) -> int:
+        """The event that marks an outstanding point."""
+        return self.events[self.head + number - self.completed - 1]
+
+    def check(self, number: int) -> None:
+        """Raise LogicError unless the point was recorded."""
+        if not 0 < number <= self.issued:
+            raise LogicError(f"point {number} of stream {self.stream} was never recorded: the latest is {self.issued}")
+
+    def poll(self, driver: Driver, free_events: list[int]) -> None:
+        """Add the leading events that are complete to those that are free."""
+        events = self.events
+        count = len(events)
+        head = self._first_pending(driver)
+        self.advance(head, free_events)
+        if head == count:
+            if head > 0:
+                events.clear()
+                self.head = 0
+        elif head >= _COMPACT_FROM and 2 * head >= count:
+            del events[:head]
+            self.head = 0
+
+    def advance(self, head: int, free_events: list[int]) -> None:
+        """The events in front of position `head` are complete."""
+        for index in range(self.head, head):
+            event = self.events[index]
+            if event != NO_EVENT:
+                free_events.append(event)
+        self.completed += head - self.head
+        self.head = head
+
+    def _first_pending(self, driver: Driver) -> int:
+        """Position of the first event that is not complete. They complete in order, so steps are doubled as long as the answer is
+        yes and then halved: O(log of the events that are) questions to the device, one if none is."""
+        head = self.head
+        pending = len(self.events)  # this one, and all after it, are not known to be complete
+        step = 1
+        while head < pending:
+            asked = min(head + step, pending) - 1
+            if _is_complete(driver, self.events[asked]):
+                head = asked + 1
+                step *= 2
+            else:
+                pending = asked
+                step = max(1, step // 2)
+        return head
+
+
+def _is_complete(driver: Driver, event: int) -> bool:
+    """Whether an event is known to be complete. A device that refuses to say is reported by the next record, wait or
+    synchronisation, not here, where its error would meet a caller that asks for no work."""
+    if event == NO_EVENT:
+        return False
+    try:
+        return driver.query_event(event)
+    except KVCacheError:
+        return False
