@@ -68,5 +68,8 @@ class PageDataLostError(KVCacheError, RuntimeError):
 
 
 @mypyc_attr(native_class=False)
-class CorruptedError(KVCacheError, RuntimeError):
-    """An internal invariant does not hold: a fault of ours, never of the caller."""
+class CorruptedError(LogicError):
+    """The manager is poisoned: an exception left its structures inconsistent. The text names the first cause.
+
+    `KVCacheManager.poison_reason()` says the same; `shutdown()` still frees all memory.
+    """

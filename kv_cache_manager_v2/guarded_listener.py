@@ -1,7 +1,7 @@
-"""A shield between the cache and a listener that somebody else wrote.
+"""A guard between the cache and a listener that an engine wrote.
 
-Rule: a listener is told in the midst of a change, which is finished whatever the listener does. What it raises is logged and goes
-no further; a call of the manager by it is refused.
+Rule: a listener is told in the middle of a change, and the change is finished whatever the listener raises. An error is logged and
+stops nothing. An interrupt (KeyboardInterrupt, SystemExit) is kept, and raised once the call that told it is complete.
 """
 
 from __future__ import annotations
@@ -17,58 +17,70 @@ _log: Final = logging.getLogger(__name__)
 class GuardedListener(CacheListener):
     """Passes everything on, one call at a time: the manager's lock is held."""
 
-    def __init__(self, behind: CacheListener) -> None:
-        self._behind = behind
-        self.telling = False  # `behind` is being told: whoever calls the manager now is it
+    def __init__(self, listener: CacheListener) -> None:
+        self._listener = listener
+        self.telling = False  # the listener is being told: a call of the manager on this thread comes from it
         self.num_errors = 0
+        self._interrupt: BaseException | None = None  # the first one that no call has raised yet
 
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
         self.telling = True
         try:
-            self._behind.page_stored(block, life_cycle, level, priority, covers_block)
-        except Exception as error:
-            self._note("page_stored", error)
+            self._listener.page_stored(block, life_cycle, level, priority, covers_block)
+        except BaseException as error:
+            self._keep("page_stored", error)
         finally:
             self.telling = False
 
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
         self.telling = True
         try:
-            self._behind.page_removed(block, life_cycle)
-        except Exception as error:
-            self._note("page_removed", error)
+            self._listener.page_removed(block, life_cycle)
+        except BaseException as error:
+            self._keep("page_removed", error)
         finally:
             self.telling = False
 
     def block_removed(self, block: CachedBlock) -> None:
         self.telling = True
         try:
-            self._behind.block_removed(block)
-        except Exception as error:
-            self._note("block_removed", error)
+            self._listener.block_removed(block)
+        except BaseException as error:
+            self._keep("block_removed", error)
         finally:
             self.telling = False
 
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
         self.telling = True
         try:
-            self._behind.page_moved(block, life_cycle, source, destination)
-        except Exception as error:
-            self._note("page_moved", error)
+            self._listener.page_moved(block, life_cycle, source, destination)
+        except BaseException as error:
+            self._keep("page_moved", error)
         finally:
             self.telling = False
 
     def item_named(self, digest: bytes, uuid: str) -> None:
         self.telling = True
         try:
-            self._behind.item_named(digest, uuid)
-        except Exception as error:
-            self._note("item_named", error)
+            self._listener.item_named(digest, uuid)
+        except BaseException as error:
+            self._keep("item_named", error)
         finally:
             self.telling = False
 
-    def _note(self, call: str, error: Exception) -> None:
-        """Log the first errors whole, then every power of two: a listener that is broken is asked for every page."""
+    def raise_interrupt(self) -> None:
+        """Raise the interrupt that a listener's call was left with, if any. Asked when a public call is complete."""
+        interrupt = self._interrupt
+        if interrupt is not None:
+            self._interrupt = None
+            raise interrupt
+
+    def _keep(self, call: str, error: BaseException) -> None:
+        """Log the first errors, then every power of two, since a broken listener raises for every page."""
+        if not isinstance(error, Exception):
+            if self._interrupt is None:
+                self._interrupt = error
+            return
         self.num_errors += 1
         count = self.num_errors
         if count <= 4 or count & (count - 1) == 0:

@@ -7,22 +7,23 @@ used by different threads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, SupportsIndex
+from typing import TYPE_CHECKING, ClassVar, Final, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
-from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.request import batch, beams, growth, planned_drop, residency, scratch, upkeep
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
 from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.page_index_row import PageIndexRow
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
-from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.statistics import KVCacheStatsDelta
@@ -30,6 +31,8 @@ from kv_cache_manager_v2.storage.planner import Shortage
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.manager import KVCacheManager
+
+_log: Final = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -52,7 +55,13 @@ class KVCache:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        """Close. An error of the `with` block is the one that is seen: one of `close()` is logged then."""
+        try:
+            self.close()
+        except KVCacheError as failed:
+            if kind is None:
+                raise
+            _log.error("a KVCache (id %s) could not be closed: %s", self._state.request_id, failed)
 
     def __del__(self) -> None:
         state: Request | None = getattr(self, "_state", None)  # nothing is there yet where the construction failed
@@ -119,11 +128,9 @@ class KVCache:
     @beam_width.setter
     def beam_width(self, width: object) -> None:
         wanted = at_least(width, "beam_width", 1)
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "beam_width"):
             self._require_open("beam_width")
             beams.set_width(self._state, wanted)
-            conclude(self._shared)
 
     @property
     def text_only(self) -> bool:
@@ -235,11 +242,9 @@ class KVCache:
 
     def stop_committing(self) -> None:
         """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "stop_committing()"):
             self._require_open("stop_committing()")
             committing.stop_committing(self._state, False, NULL_POINT)
-            conclude(self._shared)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
         """For multi-turn chat: a handle on the window pages and the SSM snapshot that only a request starting at exactly the
@@ -247,8 +252,7 @@ class KVCache:
 
         Raises LogicError before `stop_committing()`.
         """
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "plan_committed_block_drop()"):
             self._require_open("plan_committed_block_drop()")
             return planned_drop.plan(self._state)
 
@@ -268,8 +272,7 @@ class KVCache:
     def cuda_stream(self, stream: object) -> None:
         state = self._state
         handle = unsigned(stream, "cuda_stream")
-        with self._shared.lock:
-            self._shared.require_outside()
+        with self._shared.lock, Call(self._shared, "cuda_stream"):
             self._require_open("cuda_stream")
             residency.change_stream(state, handle)
 
@@ -287,8 +290,7 @@ class KVCache:
         """
         state = self._state
         stream = unsigned_or_none(cuda_stream, "cuda_stream")
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "resume()"):
             state.require(SUSPENDED, "resume()")
             if stream is None and not state.stream_set:
                 raise LogicError("resume() needs a stream: none was ever given to this cache")
@@ -304,29 +306,24 @@ class KVCache:
                     state.stream_set = True
                 else:
                     state.stream = before
-            conclude(self._shared)
         return done
 
     def suspend(self) -> None:
         """Let others have the GPU: pages may move to colder tiers, none is dropped. Detaches page-index buffers. Raises unless
         ACTIVE."""
         state = self._state
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "suspend()"):
             state.require(ACTIVE, "suspend()")
             residency.suspend(state)
-            conclude(self._shared)
 
     def prefetch(self, level: object) -> bool:
         """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
         only."""
         state = self._state
         target = whole(level, "level")
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "prefetch()"):
             state.require(SUSPENDED, "prefetch()")
             done = residency.prefetch(state, target)
-            conclude(self._shared)
         return done
 
     @property
@@ -336,21 +333,15 @@ class KVCache:
 
         After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks.
         """
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "is_loaded"):
             return residency.is_loaded(self._state)
 
     def close(self) -> None:
         """End of the request: what was committed stays cached, all else is given up. Idempotent, from any state."""
         if self._state.status == CLOSED:
             return
-        with self._shared.lock:
-            self._shared.require_outside()
-            if self._shared.ledger.enabled:
-                self._shared.ledger.note_peaks()
+        with self._shared.lock, Call(self._shared, "close()"):
             residency.close(self._state)
-            tidy(self._shared)
-            conclude(self._shared)
 
     def fork(self, id: object = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
@@ -360,14 +351,13 @@ class KVCache:
         Raises LogicError when closed, OutOfPagesError, nothing changed, if a recurrent state has to be copied and has no room.
         """
         number = request_id(id)
-        with self._shared.lock:
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "fork()"):
             self._require_open("fork()")
             self._state.require(self._state.status, "fork()")
             twin = forking.fork(self._state, number)
+            handle = KVCache(self._manager, twin)  # before it is open: a handle that is dropped is noticed
             self._shared.enter(twin)
-            conclude(self._shared)
-        return KVCache(self._manager, twin)
+        return handle
 
     # --- statistics
 
@@ -377,12 +367,12 @@ class KVCache:
 
         Zero for dummies, and while nobody counts: `enable_stats` of the manager and `enable_request_stats` of the cache are off.
         """
-        with self._shared.lock:
+        with self._shared.lock, Call(self._shared, "commit_pending_stats()"):
             return upkeep.commit_stats(self._state)
 
     def discard_pending_stats(self) -> None:
         """Forget what was counted since the last commit."""
-        with self._shared.lock:
+        with self._shared.lock, Call(self._shared, "discard_pending_stats()"):
             upkeep.discard_stats(self._state)
 
     # --- page indices

@@ -7,10 +7,10 @@ settles file transfers that ended; one that only looks settles them alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, cast
@@ -32,7 +32,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.errors import ConfigError, CorruptedError, LogicError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import (
@@ -44,12 +44,14 @@ from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
-from kv_cache_manager_v2.request import creation, residency
+from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
+from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look
+from kv_cache_manager_v2.request.live_managers import LIVE, close_dropped, close_unused, drop, tear_down
+from kv_cache_manager_v2.request.lock import held_twice
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats, StatisticsLedger
-from kv_cache_manager_v2.request.upkeep import conclude, settle_ended, tidy
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
@@ -60,6 +62,8 @@ from kv_cache_manager_v2.statistics import (
 )
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
+
+_log: Final = logging.getLogger(__name__)
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 
@@ -81,7 +85,6 @@ class KVCacheManager(ManagerViews):
         driver: object = None,
         clock: object = None,
     ) -> None:
-        self._down = True  # until all of it stands, a finaliser has nothing to do
         if cold_page_codec is not None:
             raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}: pages are stored as they are, leave it out")
         listener = instance_or_none(event_manager, CacheListener, "event_manager")  # type: ignore[type-abstract]  # asked, not made
@@ -90,53 +93,59 @@ class KVCacheManager(ManagerViews):
         config = instance(config, KVCacheManagerConfig, "config").copy()
         layout = build_layout(config)
         sizings = size_levels(layout, config)
-        self._owns_driver = given is None
         device = given if given is not None else default_driver()
+        close_dropped(device)
+        close_unused()
         timeline = Timeline(device)
+        hierarchy: Hierarchy | None = None
         try:
             counters = MovementCounters(len(layout.life_cycles), len(sizings))
             hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters)
+            guard: GuardedListener | None = None
+            if listener is not None and type(listener) is not KVCacheEventManager:  # a class of the engine's own may raise
+                guard = GuardedListener(listener)
+            guarded = listener if guard is None else guard
+            history = MissHistory(config.miss_history, guarded) if config.miss_history > 0 else None
+            keys = make_block_keys(config.block_key_hash)
+            tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, guarded if history is None else history, keys)
+            tuner = Tuner(layout, config, sizings, now)
+            ledger = StatisticsLedger(config.enable_stats, layout, hierarchy)
+            debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
+            shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, debug, given is None)
         except BaseException:
-            timeline.close()
-            if self._owns_driver:
-                device.close()
+            _free(hierarchy, timeline, device if given is None else None)
             raise
+        shared.guard = guard
         self._event_manager = listener
-        shield: GuardedListener | None = None
-        if listener is not None and type(listener) is not KVCacheEventManager:  # a class of the engine's own may raise
-            shield = GuardedListener(listener)
-        shielded = listener if shield is None else shield
-        self._history = MissHistory(config.miss_history, shielded) if config.miss_history > 0 else None
-        self._timeline = timeline
-        told = shielded if self._history is None else self._history
-        keys = make_block_keys(config.block_key_hash)
-        self._tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, told, keys)
-        self._tuner = Tuner(layout, config, sizings, now)
-        debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
-        ledger = StatisticsLedger(config.enable_stats, layout, hierarchy)
-        super().__init__(
-            config,
-            device,
-            hierarchy,
-            ManagerState(config, layout, device, timeline, hierarchy, self._tree, self._tuner, ledger, debug),
-        )
-        self._shared.shield = shield
-        self._down = False
+        self._history = history
+        self._tree = tree
+        self._tuner = tuner
+        super().__init__(config, device, hierarchy, shared)
+        LIVE.append(shared)
 
     def __enter__(self) -> KVCacheManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Shut down; after an exception with whatever is open closed first, so that the exception is the one that is seen."""
-        if kind is not None:
-            with self._shared.lock:
-                for state in list(self._shared.open.values()):
-                    residency.close(state)
-        self.shutdown()
+        """`shutdown()`. After an exception it ends open requests too, and logs its own errors, so that the first one is seen."""
+        if kind is None:
+            self.shutdown()
+            return
+        shared = self._shared
+        try:
+            with shared.lock:
+                self._require_ours("shutdown()")
+                audit_cut_call(shared)
+                if not shared.torn_down:
+                    tear_down(shared)
+        except Exception as failed:
+            _log.error("a KVCacheManager could not be shut down: %s", failed)
 
     def __del__(self) -> None:
-        if not getattr(self, "_down", True):  # nothing is there yet where the construction failed
-            self._shutdown_late()
+        shared: ManagerState | None = getattr(self, "_shared", None)  # nothing is there yet where the construction failed
+        if shared is None or shared.torn_down or shared.forked or sys.is_finalizing():
+            return  # at the interpreter's end, threads that the device needs are gone; memory goes with the process
+        drop(shared)
 
     def __reduce__(self) -> str:
         raise LogicError("a KVCacheManager cannot be copied or pickled: it owns its memory; make another one from `init_config`")
@@ -171,9 +180,7 @@ class KVCacheManager(ManagerViews):
         tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest
         shared = self._shared
         layout = shared.layout
-        with shared.lock:
-            self._require_up("create_kv_cache()")
-            tidy(self._shared)
+        with shared.lock, Call(shared, "create_kv_cache()"):
             state = Request(shared, scope, number, callback)
             state.text_only = plain
             if counted:
@@ -182,9 +189,9 @@ class KVCacheManager(ManagerViews):
                 state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
             if tokens is not None:
                 creation.take_up(state, self._match(scope, tokens), tokens)
+            handle = KVCache(self, state)  # before it is open: a handle that is dropped is noticed
             shared.enter(state)
-            conclude(self._shared)
-        return KVCache(self, state)
+        return handle
 
     def probe_reuse(self, reuse_scope: object, tokens: object) -> int:
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
@@ -192,8 +199,7 @@ class KVCacheManager(ManagerViews):
         scope = _scope(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
-            self._require_up("probe_reuse()")
-            settle_ended(self._shared)
+            look(self._shared, "probe_reuse()")
             return self._match(scope, packed).num_tokens
 
     def probe_first_new_block_key(self, reuse_scope: object, tokens: object) -> bytes | None:
@@ -204,8 +210,7 @@ class KVCacheManager(ManagerViews):
         scope = _scope(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         with self._shared.lock:
-            self._require_up("probe_first_new_block_key()")
-            settle_ended(self._shared)
+            look(self._shared, "probe_first_new_block_key()")
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
 
     def probe_reuse_by_keys(self, reuse_scope: object, block_keys: object) -> int:
@@ -216,8 +221,7 @@ class KVCacheManager(ManagerViews):
         scope = _scope(reuse_scope)
         keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
         with self._shared.lock:
-            self._require_up("probe_reuse_by_keys()")
-            settle_ended(self._shared)
+            look(self._shared, "probe_reuse_by_keys()")
             return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
 
     def explain_miss(self, reuse_scope: object, tokens: object) -> MissReport:
@@ -228,17 +232,50 @@ class KVCacheManager(ManagerViews):
         config = self._config
         tiers = [tier_config.tier for tier_config in config.cache_tiers]
         with self._shared.lock:
-            self._require_up("explain_miss()")
-            settle_ended(self._shared)
+            look(self._shared, "explain_miss()")
             return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
     def clear_reusable_blocks(self) -> None:
-        """Forget every cached block. Raises LogicError, nothing changed, while a cache is open."""
+        """Drop every cached block. O(blocks). Raises LogicError, nothing changed, while a cache is open.
+
+        A poisoned manager is audited afterwards: CorruptedError if it is still inconsistent, else `take_poison()` ends its poison.
+        """
+        shared = self._shared
+        with shared.lock:
+            audit_cut_call(shared)
+            if shared.poison:
+                self._require_none_open("clear_reusable_blocks()")
+                clear_poisoned(shared)
+                return
+            with Call(shared, "clear_reusable_blocks()"):
+                self._require_none_open("clear_reusable_blocks()")
+                self._tree.clear()
+
+    def poison_reason(self) -> str | None:
+        """Why this manager is poisoned: the first cause; None if it is not.
+
+        An unexpected exception (an interrupt, a fault of ours) that left the structures inconsistent poisons it. Only questions,
+        `clear_reusable_blocks()` and `shutdown()` are answered then, all else raises CorruptedError.
+        """
         with self._shared.lock:
-            tidy(self._shared)
-            self._require_none_open("clear_reusable_blocks()")
-            self._tree.clear()
-            conclude(self._shared)
+            audit_cut_call(self._shared)
+            return self._shared.poison or None
+
+    def take_poison(self) -> str | None:
+        """End the poison, once `clear_reusable_blocks()` has succeeded, and return its reason; None if there is none.
+
+        Raises LogicError before that.
+        """
+        shared = self._shared
+        with shared.lock:
+            audit_cut_call(shared)
+            reason = shared.poison
+            if not reason:
+                return None
+            if not shared.repaired:
+                raise LogicError("take_poison(): the manager is inconsistent until clear_reusable_blocks() succeeds")
+            shared.take_poison()
+            return reason
 
     def forget_stream(self, cuda_stream: object) -> None:
         """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).
@@ -246,17 +283,26 @@ class KVCacheManager(ManagerViews):
         Suspend or close what is ACTIVE on the stream first. Work already queued on it is still waited for.
         """
         stream = unsigned(cuda_stream, "cuda_stream")
-        with self._shared.lock:
-            self._timeline.forget(stream)
+        with self._shared.lock, Call(self._shared, "forget_stream()"):
+            self._shared.timeline.forget(stream)
 
     def shutdown(self) -> None:
-        """Give all memory back. Raises LogicError, nothing changed, while a cache is open. Idempotent."""
-        with self._shared.lock:
-            if self._down:
+        """Free all memory. Raises LogicError, nothing changed, while a cache is open. Idempotent.
+
+        Waits for the device first, while other threads are served. If the device refuses a call, its error is raised; call
+        `shutdown()` again. A poisoned manager shuts down whatever is open.
+        """
+        shared = self._shared
+        with shared.lock:
+            if not self._can_shut_down():
                 return
-            tidy(self._shared)
-            self._require_none_open("shutdown()")
-            self._tear_down()
+        shared.driver.synchronize()
+        with shared.lock:
+            if self._can_shut_down():
+                tear_down(shared)
+        close_unused()
+        if shared.guard is not None:
+            shared.guard.raise_interrupt()
 
     # --- memory
 
@@ -270,16 +316,13 @@ class KVCacheManager(ManagerViews):
         level = self._level(cache_level)
         size = at_least(quota, "quota", 1)
         yielding = flag(best_efforts, "best_efforts")
-        with self._shared.lock:
-            self._require_up("resize()")
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "resize()"):
             self._require_all_suspended("resize()")
             current = self._hierarchy.sizings[level]
             weights = self._tuner.target_weights(CacheLevel(level))
             result = resize_quota(self._hierarchy, level, size, weights, yielding)
             if result.ok and self._hierarchy.sizings[level] is not current:
                 self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
-            conclude(self._shared)
         return result
 
     @property
@@ -289,17 +332,17 @@ class KVCacheManager(ManagerViews):
 
         Then suspend every cache and call `adjust()`. Equal histories give equal answers, so ranks agree.
         """
-        return self._tuner.need_adjustment()
+        with self._shared.lock:
+            return self._tuner.need_adjustment()
 
     def adjust(self) -> AdjustResult:
         """Divide each level anew between the pool groups, by the sampled lengths; every cache must be suspended.
 
         All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
         """
-        with self._shared.lock:
-            self._require_up("adjust()")
-            tidy(self._shared)
+        with self._shared.lock, Call(self._shared, "adjust()"):
             self._require_all_suspended("adjust()")
+            now = self._tuner.clock()  # first: an engine's clock may raise
             levels = [CacheLevel(level) for level in range(self._hierarchy.num_levels)]
             targets = [
                 self._tuner.target_sizing(level) if self._tuner.mismatched(level) else self._hierarchy.sizings[level]
@@ -309,8 +352,7 @@ class KVCacheManager(ManagerViews):
             if result.ok:
                 for level in levels:
                     self._tuner.set_sizing(level, self._hierarchy.sizings[level])
-            self._tuner.adjusted()
-            conclude(self._shared)
+            self._tuner.adjusted(now)
         return result
 
     @property
@@ -323,7 +365,9 @@ class KVCacheManager(ManagerViews):
     def check_invariants(self) -> None:
         """Assert every invariant of every structure. O(everything)."""
         with self._shared.lock:
-            self._require_up("check_invariants()")
+            look(self._shared, "check_invariants()")
+            if self._shared.poison:
+                raise CorruptedError(f"check_invariants(): this manager is poisoned: {self._shared.poison}")
             check_everything(self._shared)
 
     def _match(self, scope: ReuseScope, tokens: TokenSequence) -> Match:
@@ -337,9 +381,25 @@ class KVCacheManager(ManagerViews):
             raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
         return promised
 
-    def _require_up(self, call: str) -> None:
-        if self._down:
-            raise LogicError(f"{call}: the manager has been shut down")
+    def _can_shut_down(self) -> bool:
+        """False if it is done. Raises LogicError while a cache is open. The lock is held."""
+        shared = self._shared
+        if shared.torn_down:
+            return False
+        self._require_ours("shutdown()")
+        audit_cut_call(shared)
+        if not shared.refusal:
+            with Call(shared, "shutdown()"):
+                self._require_none_open("shutdown()")
+        return True
+
+    def _require_ours(self, call: str) -> None:
+        """Raise LogicError in a child process, and inside another call of this thread. The lock is held."""
+        shared = self._shared
+        if shared.forked:
+            raise LogicError(f"{call}: {shared.refusal}")
+        if held_twice(shared.mutex):
+            raise LogicError(shared.why_nested(call))
 
     def _require_all_suspended(self, call: str) -> None:
         count = 0
@@ -356,26 +416,17 @@ class KVCacheManager(ManagerViews):
             named = f" (ids {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
             raise LogicError(f"{call}: {count} KV cache(s) still open{named}; close them first")
 
-    def _tear_down(self) -> None:
-        self._down = True
-        self._tree.clear()
-        self._hierarchy.close()
-        self._timeline.close()
-        if self._owns_driver:
-            self._driver.close()
 
-    def _shutdown_late(self) -> None:
-        """The manager was dropped without shutdown: close what is open, then give everything back.
-
-        Not when the interpreter ends: threads that the device works with are frozen then, with whatever lock they held, and
-        nobody would wake whoever waits for them. What is left goes with the process.
-        """
-        if sys.is_finalizing():
-            return
-        warnings.warn("a KVCacheManager was dropped without shutdown(); shut down now", ResourceWarning, stacklevel=2)
-        for state in list(self._shared.open.values()):
-            residency.close(state)
-        self._tear_down()
+def _free(hierarchy: Hierarchy | None, timeline: Timeline, device: Driver | None) -> None:
+    """The construction failed: free what it took. What fails here is logged, so that the first error is seen."""
+    try:
+        if hierarchy is not None:
+            hierarchy.close()
+        timeline.close()
+        if device is not None:
+            device.close()
+    except Exception as error:
+        _log.error("memory of a KVCacheManager that could not be made stays taken: %s", error)
 
 
 def _scope(given: object) -> ReuseScope:

@@ -54,6 +54,7 @@ class Tuner:
         self.last_adjustment_time = clock()
         self.gpu_weights: list[float] | None = None  # shares to aim at, by pool group; None until samples gave some
         self.cold_weights: list[float] | None = None  # the same for all colder levels
+        self._updated_at = 0  # num_samples at the latest update of the targets
         self._verdict: bool | None = None  # whether a level is mismatched; None after anything that it depends on changed
 
     def sample_reused(self, tokens: int) -> None:
@@ -65,7 +66,8 @@ class Tuner:
         self.capacity_squared.add(mean_capacity * mean_capacity)
         self.history_squared.add(mean_history * mean_history)
         self.num_samples += 1
-        if self.num_samples % self.update_interval == 0:
+        if self.num_samples - self._updated_at >= self.update_interval:
+            self._updated_at = self.num_samples
             self.update_targets()
 
     def update_targets(self) -> None:
@@ -92,10 +94,18 @@ class Tuner:
         return self.gpu_weights if level == GPU_LEVEL else self.cold_weights
 
     def target_sizing(self, level: CacheLevel) -> LevelSizing:
-        """What an adjustment would make of a level: its quota, divided by the weights to aim at, floors kept."""
+        """What an adjustment would make of a level: its quota, divided by the weights to aim at, floors kept.
+
+        Its present sizing, while the samples say nothing, and where that division is impossible (page indices past int32).
+        """
         weights = self.target_weights(level)
         current = self.sizings[level]
-        return current if weights is None else resized(self.layout, current, None, weights)
+        if weights is None:
+            return current
+        try:
+            return resized(self.layout, current, None, weights)
+        except ConfigError:
+            return current
 
     def mismatched(self, level: CacheLevel) -> bool:
         """Whether some pool group's target share is not within the threshold of its present share."""
@@ -127,6 +137,6 @@ class Tuner:
         self.sizings[level] = sizing
         self._verdict = None
 
-    def adjusted(self) -> None:
+    def adjusted(self, now: float) -> None:
         """An adjustment is over: the cooldown starts."""
-        self.last_adjustment_time = self.clock()
+        self.last_adjustment_time = now

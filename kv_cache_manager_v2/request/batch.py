@@ -15,8 +15,8 @@ from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import growth
 from kv_cache_manager_v2.request.beams import choose_beams
+from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
-from kv_cache_manager_v2.request.upkeep import conclude, tidy
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 
 
@@ -28,24 +28,20 @@ def resize(request: Request, capacity: int | None, history: int | None) -> bool:
 
 def _resize(request: Request, capacity: int | None, history: int | None) -> bool:
     """Lock held."""
-    shared = request.shared
-    tidy(shared)
-    request.require(ACTIVE, "resize()")
-    done = capacity is not None and history is None and growth.add_blocks(request, capacity)
-    if not done:
-        done = growth.resize(
-            request, request.capacity if capacity is None else capacity, request.history if history is None else history
-        )
-    if done:
-        request.sample()
-    conclude(shared)
+    with Call(request.shared, "resize()"):
+        request.require(ACTIVE, "resize()")
+        done = capacity is not None and history is None and growth.add_blocks(request, capacity)
+        if not done:
+            longest = request.capacity if capacity is None else capacity
+            done = growth.resize(request, longest, request.history if history is None else history)
+        if done:
+            request.sample()
     return done
 
 
 def commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
     """`KVCache.commit` where it leaves the request's own state."""
-    with request.shared.lock:
-        tidy(request.shared)
+    with request.shared.lock, Call(request.shared, "commit()"):
         _commit(request, tokens, beam_indices, is_end)
 
 
@@ -59,19 +55,18 @@ def commit_token(request: Request, token: int) -> None:
 def _commit_token(request: Request, token: int, point: Point) -> Point:
     """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
     held."""
-    tidy(request.shared)
-    if not committing.takes_one(request, token):
-        _commit(request, pack([token], request.text_only), None, False)
+    with Call(request.shared, "commit()"):
+        if not committing.takes_one(request, token):
+            _commit(request, pack([token], request.text_only), None, False)
+            return point
+        if point == NULL_POINT:
+            point = request.shared.timeline.record(request.stream)
+        committing.commit_one(request, token, point)
         return point
-    if point == NULL_POINT:
-        point = request.shared.timeline.record(request.stream)
-    committing.commit_one(request, token, point)
-    conclude(request.shared)
-    return point
 
 
 def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
-    """Lock held, and tidy."""
+    """Lock held, inside a `Call`."""
     if tokens.num_tokens > 0:
         request.require(ACTIVE, "commit()")
         committing.check_commit(request, tokens.num_tokens)
@@ -83,7 +78,6 @@ def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_en
         raise LogicError("commit(): this cache is closed")
     if is_end:
         committing.stop_committing(request, True, NULL_POINT)
-    conclude(request.shared)
 
 
 def _beam_list(indices: object) -> list[int] | None:

@@ -7,7 +7,7 @@ Pages of full attention and sinks are never planned: every longer match needs th
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import AlreadyDroppedError, LogicError
-from kv_cache_manager_v2.ids import PageStatus
+from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block
@@ -39,22 +39,11 @@ class PlannedDropHandle:
         time."""
         if self._dropped:
             raise AlreadyDroppedError("this planned drop has already been dropped")
-        with self._shared.lock:
-            self._shared.require_outside()
+        with self._shared.lock, Call(self._shared, "drop()"):
             self._dropped = True
             pages = self._pages
             self._pages = []
-            if self._shared.ledger.enabled:
-                self._shared.ledger.note_peaks()
-            withdraw(self._shared, pages)
-
-
-def withdraw(shared: ManagerState, pages: list[Page]) -> None:
-    """One plan less for each page; those with none left are dropped if nobody uses them."""
-    for page in pages:
-        page.plans -= 1
-        if page.plans == 0 and page.alive() and page.owner is not None and page.status() == PageStatus.DROPPABLE:
-            shared.tree.drop_page(page)
+            self._shared.withdraw_plan(pages)
 
 
 def plan(request: Request) -> PlannedDropHandle | None:

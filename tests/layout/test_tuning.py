@@ -120,7 +120,7 @@ def test_cooldown() -> None:
     assert not tuner.need_adjustment()
     clock.now += 0.5
     assert tuner.need_adjustment()
-    tuner.adjusted()
+    tuner.adjusted(clock.now)
     assert not tuner.need_adjustment()
     clock.now += 10.0
     assert tuner.need_adjustment()
@@ -145,6 +145,30 @@ def test_boundary_of_the_threshold() -> None:
         assert tuner.mismatched(GPU) == expected
 
 
+def test_targets_are_updated_once_an_interval_has_closed() -> None:
+    """Counted since the latest update, whatever the number of closed requests was set to."""
+    tuner = make_tuner(two_groups(rebalance_target_ratio_update_interval=10))
+    updated: list[bool] = []
+    for count in (1003, 1017, 1031):
+        tuner.num_samples = count
+        for _close in range(2):
+            tuner.gpu_weights = None
+            tuner.sample_closed(64.0, 0.0)
+            updated.append(tuner.target_weights(GPU) is not None)
+    assert updated == [True, False] * 3, "the second close of each is no interval"
+
+
+def test_an_impossible_division_is_no_mismatch() -> None:
+    """Shares that give a pool group more slots than int32 page indices can name: no adjustment, and no error from a question."""
+    config = model(attention(0, 16), attention(1, 2 * MIB, window=64), gpu=1 << 37, ratio=[0.1, 0.9])
+    tuner = make_tuner(dataclasses.replace(config, rebalance_min_sampled_kv_caches=0, rebalance_cooldown_secs=0.0))
+    tuner.set_gpu_weights([0.9, 0.1])
+    with pytest.raises(ConfigError, match="int32"):
+        resized(tuner.layout, tuner.sizings[GPU], None, [0.9, 0.1])
+    assert tuner.target_sizing(GPU) is tuner.sizings[GPU]
+    assert not tuner.need_adjustment()
+
+
 def test_adjusting_ends_the_mismatch() -> None:
     """Once a level has its target sizing, it is not mismatched; skew moves memory, and the quota stays."""
     tuner = make_tuner(two_groups())
@@ -155,7 +179,7 @@ def test_adjusting_ends_the_mismatch() -> None:
     assert after.slots[1] > before.slots[1]
     assert after.quota == before.quota
     tuner.set_sizing(GPU, after)
-    tuner.adjusted()
+    tuner.adjusted(0.0)
     assert not tuner.need_adjustment()
 
 

@@ -1,0 +1,183 @@
+"""The frame of a public call: what comes before its work and after it, in one place.
+
+Rule: a call that may change something is `with shared.lock, Call(shared, "name()"):`. It starts with what finalisers and file
+transfers left to do. When an unexpected exception leaves it, every structure is audited; a manager that fails its audit is
+poisoned: from then on only questions and `shutdown()` are answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import TracebackType
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.errors import CorruptedError, KVCacheError, LogicError, OutOfMemoryError
+from kv_cache_manager_v2.request.audit import check_everything
+from kv_cache_manager_v2.request.live_managers import DROPPED, close_dropped
+from kv_cache_manager_v2.request.lock import held_twice
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.request import CLOSED, Request
+from kv_cache_manager_v2.request.residency import close
+
+_log: Final = logging.getLogger(__name__)
+
+
+@mypyc_attr(free_list_len=1)
+class Call:
+    """One call that may change a manager. The lock is held.
+
+    Raises LogicError for a call from inside another one (a callback, a listener, a finaliser, a signal handler) and after
+    `shutdown()`, CorruptedError for a poisoned manager; nothing is changed then.
+    """
+
+    def __init__(self, shared: ManagerState, name: str) -> None:
+        self._shared = shared
+        self._name = name
+        self._closed: list[Request] | None = None  # caches whose handles were dropped, which this call closed
+
+    def __enter__(self) -> None:
+        shared = self._shared
+        if shared.running or shared.refusal:
+            _admit(shared, self._name)
+        shared.running = self._name
+        if shared.ledger.enabled:  # nothing changes between calls, so these are the counts that the last call left
+            shared.ledger.note_peaks()
+        if shared.abandoned or shared.discarded_plans or shared.closed_loads or shared.hierarchy.transfers_in_flight > 0 or DROPPED:
+            try:
+                self._closed = _catch_up(shared)
+            except BaseException as error:
+                _leave(shared, error)
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        shared = self._shared
+        if error is not None or shared.debug:
+            _leave(shared, error)
+        else:
+            shared.running = ""
+        if shared.guard is not None:
+            shared.guard.raise_interrupt()
+        if self._closed is not None:
+            _warn_of(self._closed)
+
+
+def look(shared: ManagerState, name: str) -> None:
+    """Before a question: settle file transfers that ended, so that no answer counts a page that was lost. The lock is held.
+
+    Free while no transfer is in flight. A callback may ask, and is answered from the middle of the call that asked it; a poisoned
+    manager answers as far as it can. Raises LogicError after `shutdown()`.
+    """
+    if shared.refusal and not shared.poison:
+        raise LogicError(f"{name}: {shared.refusal}")
+    audit_cut_call(shared)
+    if shared.hierarchy.transfers_in_flight > 0 and not shared.running and not shared.poison:
+        with Call(shared, name):
+            pass
+
+
+def audit_cut_call(shared: ManagerState) -> None:
+    """Audit the manager if its last call never reached its end. The lock is held."""
+    if shared.running and not held_twice(shared.mutex):
+        judge(shared, None)
+
+
+def clear_poisoned(shared: ManagerState) -> None:
+    """Drop every cached block of a poisoned manager, and audit it. Raises CorruptedError while it is inconsistent."""
+    try:
+        shared.tree.clear()
+        check_everything(shared)
+    except Exception as error:
+        raise CorruptedError(
+            f"clear_reusable_blocks(): this manager is poisoned ({shared.poison}) and stays so ({type(error).__name__}: {error}); "
+            "shut it down and make another one"
+        ) from error
+    shared.repaired = True
+
+
+def judge(shared: ManagerState, error: BaseException | None) -> None:
+    """Audit a manager that `error`, or an exception that was not seen here, left in the middle of a call; poison it if it fails.
+
+    An audit that is itself interrupted decides nothing: the next call starts with another one. O(everything).
+    """
+    what = "an exception" if error is None else f"{type(error).__name__}: {error}"
+    cause = f"{shared.running} was left by {what}"
+    try:
+        check_everything(shared)
+    except MemoryError:
+        return
+    except Exception as found:
+        shared.corrupt(f"{cause}; its audit found {type(found).__name__}: {found}")
+        _log.critical("a KVCacheManager is poisoned: %s", shared.poison)
+    shared.running = ""
+
+
+def _admit(shared: ManagerState, name: str) -> None:
+    """Refuse a call that cannot be taken; audit first if the last call was left in its middle."""
+    if shared.running:
+        if held_twice(shared.mutex):
+            raise LogicError(shared.why_nested(name))
+        judge(shared, None)
+        if shared.running:
+            raise OutOfMemoryError(f"{name}: {shared.running} was cut short, and there is no memory for its audit; try again")
+    if shared.poison:
+        raise CorruptedError(f"{name}: this manager is poisoned: {shared.poison}; shut it down and make another one")
+    if shared.refusal:
+        raise LogicError(f"{name}: {shared.refusal}")
+
+
+def _leave(shared: ManagerState, error: BaseException | None) -> None:
+    """The end of a call that failed, or of any with debugging on."""
+    expected = error is None or (isinstance(error, KVCacheError) and not isinstance(error, CorruptedError))
+    if expected and not shared.debug:
+        shared.running = ""
+        return
+    judge(shared, error)
+    if error is None and shared.poison:
+        raise CorruptedError(shared.poison)
+
+
+def _catch_up(shared: ManagerState) -> list[Request] | None:
+    """Do what finalisers and file transfers left to do; the requests that were closed, if any.
+
+    A device that refuses it is asked again by the next call.
+    """
+    if DROPPED:
+        close_dropped(shared.driver)
+    closed = _close_abandoned(shared) if shared.abandoned else None
+    while shared.discarded_plans:
+        shared.withdraw_plan(shared.discarded_plans.pop())
+    if shared.hierarchy.transfers_in_flight > 0:
+        shared.hierarchy.settle()
+    if shared.closed_loads:
+        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle(shared.tree)]
+    if shared.ledger.enabled:  # the call itself may take again what was freed here
+        shared.ledger.note_peaks()
+    return closed
+
+
+def _close_abandoned(shared: ManagerState) -> list[Request]:
+    """Close caches whose handles were dropped. One that the device refuses to close stays for the next call."""
+    requests = shared.abandoned  # finalisers append to it at any time
+    refused = 0
+    closed: list[Request] = []
+    while len(requests) > refused:
+        request = requests[refused]
+        if request.status != CLOSED and request.serial in shared.open:  # a creation that was cut short has opened none
+            try:
+                close(request)
+            except KVCacheError as error:
+                _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", request.request_id, error)
+                refused += 1
+                continue
+            closed.append(request)
+        del requests[refused]
+    return closed
+
+
+def _warn_of(closed: list[Request]) -> None:
+    """After the call: where warnings are errors, all of it is done first."""
+    for request in closed:
+        warnings.warn(f"a KVCache (id {request.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=4)

@@ -1,0 +1,125 @@
+"""The managers of this process: those that live, those that were dropped without `shutdown()`, and what a fork makes of them.
+
+Rule: a finaliser makes no device call unless it runs where the program dropped the last reference, outside every call. The garbage
+collector runs finalisers anywhere, inside a driver too; what it finds waits for the next call of a manager on the same driver, or
+for the next manager that is made or shut down.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from typing import Final
+
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.request import CLOSED
+from kv_cache_manager_v2.request.residency import close
+
+_log: Final = logging.getLogger(__name__)
+
+LIVE: Final[list[ManagerState]] = []  # made, and not yet shut down
+DROPPED: Final[list[ManagerState]] = []  # of these, the ones whose manager is gone
+MAX_ATTEMPTS: Final = 8  # to free the memory of a dropped manager, one a call
+
+
+def tear_down(shared: ManagerState) -> None:
+    """Free all memory; the lock is held. Raises what the device raises: another call goes on where this one stopped.
+
+    Requests that are still open end. A poisoned manager's structures are not looked at again: their memory is freed as a whole.
+    """
+    shared.refuse_changes("shutdown() was refused by the device; nothing but shutdown() can be called")
+    if not shared.poison:
+        for request in list(shared.open.values()):
+            try:
+                close(request)
+            except Exception as error:
+                _log.warning("a request (id %s) was ended by shutdown without being closed: %s", request.request_id, error)
+    for request in shared.open.values():
+        request.status = CLOSED
+        request.num_blocks = 0
+    shared.open.clear()
+    shared.abandoned.clear()
+    shared.discarded_plans.clear()
+    shared.closed_loads.clear()
+    if not shared.poison:
+        try:
+            shared.tree.clear()
+        except Exception as error:
+            _log.warning("what is cached could not be cleared before shutdown: %s", error)
+    shared.hierarchy.close()
+    shared.timeline.close()
+    if shared.owns_driver:
+        shared.driver.close()
+    shared.refusal = "the manager has been shut down"
+    shared.torn_down = True
+    _remove(LIVE, shared)
+
+
+def drop(shared: ManagerState) -> None:
+    """The manager was dropped without `shutdown()`: free its memory now if no call can be in progress here, else later."""
+    DROPPED.append(shared)
+    if not any(other.running for other in LIVE) and not _collecting():
+        _close([shared])
+    warnings.warn("a KVCacheManager was dropped without shutdown(), which is done for it", ResourceWarning, stacklevel=3)
+
+
+def close_dropped(driver: Driver) -> None:
+    """Shut down the managers of this driver that were dropped: a call of the driver's user may do so."""
+    _close([shared for shared in DROPPED if shared.driver is driver])
+
+
+def close_unused() -> None:
+    """Shut down the dropped managers whose driver no living manager uses; for calls that may take long themselves."""
+    used = [other.driver for other in LIVE if other not in DROPPED]
+    _close([shared for shared in DROPPED if shared.driver not in used])
+
+
+def _close(managers: list[ManagerState]) -> None:
+    """A device that refuses is asked again by later calls, a few times."""
+    for shared in managers:
+        if not _remove(DROPPED, shared):
+            continue  # another thread has it
+        try:
+            with shared.lock:
+                tear_down(shared)
+        except BaseException as error:
+            shared.attempts_to_close += 1
+            if shared.attempts_to_close < MAX_ATTEMPTS:
+                DROPPED.append(shared)
+            _log.warning("the memory of a dropped KVCacheManager could not be freed yet: %s", error)
+            if not isinstance(error, Exception):
+                raise
+
+
+def _remove(managers: list[ManagerState], shared: ManagerState) -> bool:
+    """Whether it was in the list."""
+    for position, other in enumerate(managers):
+        if other is shared:
+            del managers[position]
+            return True
+    return False
+
+
+def _collecting() -> bool:
+    """Whether the garbage collector is running: it does not run twice at a time, and then finds none of the garbage made here.
+
+    A callback of the collector would be told too, but a Ctrl-C that came during a collection is lost in such a callback.
+    """
+    garbage: list[object] = []
+    garbage.append(garbage)
+    del garbage
+    return gc.collect(0) == 0
+
+
+def _on_fork() -> None:
+    """In the child: refuse every inherited manager."""
+    for shared in LIVE:
+        shared.leave_to_parent(os.getppid())
+    LIVE.clear()
+    DROPPED.clear()
+
+
+os.register_at_fork(after_in_child=_on_fork)
