@@ -4,6 +4,7 @@
 #   WITH_TORCH=1 make test          also install torch (CPU is enough) and run the tests that need it
 #   KVCM_OPT=1 make test-compiled   compile faster; the wheel of `make compile` is meant to be built with 3
 #   SOAK=2000000 SEED=7 make soak   operations of the simulation on each build, and its first seed (default: another one each day)
+#   OPS=200000 EVERY=100 STREAMS=50000 make hunt    a shorter hunt: operations, every so many refused calls, requests
 #   PYTEST="-n 0 -k tree -x"        arguments of pytest in place of the default (two workers)
 
 SHELL := /bin/bash
@@ -15,6 +16,9 @@ PYTHON ?= python3
 KVCM_OPT ?= 3
 PYTEST ?= -n 2
 SOAK ?= 500000
+OPS ?= 5000000
+EVERY ?= 1
+STREAMS ?= 1000000
 SEED ?= $(shell date +%Y%m%d)
 BENCH ?=
 AB ?=
@@ -131,6 +135,16 @@ soak: $(ENV) $(PURE) $(COMPILED)  ## the simulation at length on both builds, th
 	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
 	cd build/compiled && PYTHONPATH=$(CURDIR)/build/compiled:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
 	KVCM_HYPOTHESIS=nightly PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
+
+.PHONY: hunt
+hunt: $(ENV) $(PURE) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both builds: OPS operations, every refused call, a million streams (hours)
+	for build in pure compiled; do \
+	    hunt="env PYTHONPATH=$(CURDIR)/build/$$build:$(CURDIR) ../../$(BIN)/python -m tests.hunt --seed $(SEED)"; \
+	    (cd build/$$build && $$hunt --ops $(OPS) && $$hunt --count $(EVERY) && $$hunt --streams $(STREAMS) && \
+	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no) || exit 1; \
+	done
+	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
+	    --ops 100000 --per-run 500 --interrupts instructions --faults no
 
 .PHONY: compile
 compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/

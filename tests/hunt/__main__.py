@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import sys
 import tempfile
@@ -14,7 +15,9 @@ from kv_cache_manager_v2 import build_info
 from tests.hunt.base import Found
 from tests.hunt.counting import every, pairs, run, workload
 from tests.hunt.hunter import Hunter
+from tests.hunt.interrupts import Instructions, InterruptedHunter, Source, Timer, follow
 from tests.hunt.setups import MODELS, SCHEDULES, draw
+from tests.hunt.streams import growth, serve
 
 
 def main() -> int:
@@ -32,12 +35,16 @@ def main() -> int:
     parser.add_argument(
         "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the points"
     )
+    parser.add_argument("--streams", type=int, default=0, help="instead, serve so many requests, each with a stream of its own")
+    parser.add_argument("--interrupts", choices=("timer", "instructions"), default=None, help="interrupt calls at random")
     parser.add_argument("--lenient", action="store_true", help="take over lengths that a refused call has changed")
     options = parser.parse_args()
     warnings.simplefilter("ignore", ResourceWarning)
     sys.unraisablehook = lambda _unraisable: None  # managers that a finding has left broken
     if options.count:
         return count(options)
+    if options.streams:
+        return streams(options)
     schedules = (options.schedule,) if options.schedule else SCHEDULES
     faults = None if options.faults is None else options.faults == "yes"
     outcomes: Counter[str] = Counter()
@@ -48,10 +55,12 @@ def main() -> int:
         while done < options.ops:
             schedule = schedules[seed % len(schedules)]
             setup = draw(seed, schedule, options.model, faults, **dict.fromkeys(options.without, False))
-            hunter = Hunter(setup, folder)
+            size = min(options.per_run, options.ops - done)
+            source = interrupts(options.interrupts, seed, size)
+            hunter = Hunter(setup, folder) if source is None else InterruptedHunter(setup, folder, source)
             hunter.lenient = options.lenient
             try:
-                hunter.run(min(options.per_run, options.ops - done))
+                follow(hunter, size)
             except Found as found:
                 findings += 1
                 print(f"FOUND {found}", flush=True)
@@ -67,6 +76,34 @@ def main() -> int:
     )
     print(build_info())
     return 1 if findings else 0
+
+
+def interrupts(kind: str | None, seed: int, operations: int) -> Source | None:
+    """Where the interrupts of a run come from."""
+    rng = random.Random(f"interrupts {seed}")
+    if kind == "timer":
+        return Timer(lambda: rng.random() * 0.002 if rng.random() < 0.2 else 0.0)
+    if kind == "instructions":
+        return Instructions(rng.sample(range(100 * operations), 3))
+    return None
+
+
+def streams(options: argparse.Namespace) -> int:
+    """Requests with a stream each on every schedule; what grew after the first tenth of them."""
+    grown = ""
+    with tempfile.TemporaryDirectory(prefix="kvcm-hunt-") as folder:
+        for schedule in (options.schedule,) if options.schedule else SCHEDULES:
+            for handles_return in (False, True):
+                start = perf_counter()
+                footprints = serve(schedule, options.streams, folder, handles_return, colder=1)
+                what = growth(footprints, 4 << 20)
+                grown = grown or what
+                seconds = perf_counter() - start
+                handles = "that come back" if handles_return else "that are new"
+                print(f"{options.streams:,} requests on {schedule}, handles {handles}, {seconds:.0f} s: {what or 'flat'}")
+                print(f"  first tenth {footprints[0]}\n  last tenth  {footprints[-1]}", flush=True)
+    print(build_info())
+    return 1 if grown else 0
 
 
 def count(options: argparse.Namespace) -> int:

@@ -186,11 +186,13 @@ class Base:
 
     def drop_stream(self, request: Request, late: bool = False) -> None:
         """The request no longer uses its stream; one of its own is destroyed, at once or once the manager was called again."""
-        if request.owns_stream and request.stream is not None:
-            if late:
-                self.doomed.append(request.stream)
-            else:
-                self.device_call(self.own.destroy_stream, request.stream)
+        gone = [request.stream] if request.owns_stream else []
+        for stream in (*gone, request.spare_stream):
+            if stream is not None and late:
+                self.doomed.append(stream)
+            elif stream is not None:
+                self.device_call(self.own.destroy_stream, stream)
+        request.spare_stream = None
         request.stream = None
         request.owns_stream = False
 

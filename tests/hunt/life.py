@@ -182,6 +182,7 @@ class RequestLife(Steps):
             return
         old, owned = request.stream, request.owns_stream
         request.stream = None
+        request.spare_stream = old if owned else None
         stream = self.give_stream(request)
         fresh = request.owns_stream
 
@@ -189,10 +190,9 @@ class RequestLife(Steps):
             request.cache.cuda_stream = stream
             return True
 
-        if self.attempt(request, change):
-            if owned and old is not None:
-                self.device_call(self.own.destroy_stream, old)
-        else:
-            if fresh:
-                self.device_call(self.own.destroy_stream, stream)
+        if not self.attempt(request, change):
             request.stream, request.owns_stream = old, owned
+            request.spare_stream = stream if fresh else None
+        if request.spare_stream is not None:
+            self.device_call(self.own.destroy_stream, request.spare_stream)
+            request.spare_stream = None

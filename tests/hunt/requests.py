@@ -18,6 +18,7 @@ class Request:
         self.active = False
         self.stream: int | None = None
         self.owns_stream = False
+        self.spare_stream: int | None = None  # of its own too, while it moves from one to another
         length = len(text.tokens)
         self.written = length  # positions whose bytes have been computed
         self.state_at = length  # position of the recurrent state

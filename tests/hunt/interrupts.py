@@ -1,0 +1,208 @@
+"""The hunt with interrupts: KeyboardInterrupt at random instants inside of the manager's calls.
+
+Rule: after an interrupt the manager works, or says that it is poisoned; a call that was interrupted has happened or not. No later
+call hangs, and no byte is wrong. The engine closes the request whose call was interrupted.
+
+Two sources. A timer's signal, on both builds. A trace function that counts the instructions of the package, on the interpreted
+build: any instruction can be chosen, and a finding comes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+import kv_cache_manager_v2
+from kv_cache_manager_v2 import CacheStatus, CorruptedError, KVCacheError
+from tests.hunt.base import Found
+from tests.hunt.hunter import Hunter
+from tests.hunt.requests import Request
+from tests.hunt.setups import Setup
+
+T = TypeVar("T")
+
+PACKAGE: Final = str(Path(kv_cache_manager_v2.__file__).parent)
+DEVICE: Final = str(Path(PACKAGE) / "emulated")
+
+
+class Restart(Exception):
+    """The operation under way was interrupted, and what it left is tidied up."""
+
+
+class Poisoned(Exception):
+    """The manager says that it is broken."""
+
+
+class Source:
+    """Where interrupts come from: armed before a call, disarmed after it."""
+
+    def arm(self) -> None:
+        """From here on an interrupt may come."""
+
+    def disarm(self) -> None:
+        """None comes until then."""
+
+    def release(self) -> None:
+        """None comes any more."""
+        self.disarm()
+
+    def describe(self) -> str:
+        """Where the interrupts came, for who looks into a finding."""
+        return ""
+
+
+class Timer(Source):
+    """A signal after some microseconds, drawn anew for each call; only in some of the calls."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+        self.inside = False
+        self.before = signal.signal(signal.SIGALRM, self._strike)
+
+    def _strike(self, _number: int, _frame: FrameType | None) -> None:
+        if self.inside:
+            self.inside = False
+            raise KeyboardInterrupt
+
+    def arm(self) -> None:
+        after = self.draw()
+        if after > 0:
+            self.inside = True
+            signal.setitimer(signal.ITIMER_REAL, after)
+
+    def disarm(self) -> None:
+        self.inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def release(self) -> None:
+        self.disarm()
+        signal.signal(signal.SIGALRM, self.before)
+
+
+class Instructions(Source):
+    """The instructions of these numbers, counted over all calls, in files of the package but those of the emulated device."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.count = 0
+        self.numbers = sorted(numbers, reverse=True)
+        self.places: list[str] = []
+
+    def arm(self) -> None:
+        sys.settrace(self._enter)
+
+    def disarm(self) -> None:
+        sys.settrace(None)
+
+    def describe(self) -> str:
+        return f"; interrupted at {', '.join(self.places)}"
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or name.startswith(DEVICE):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any] | None:
+        if event == "opcode":
+            self.count += 1
+            if self.numbers and self.count >= self.numbers[-1]:
+                self.numbers.pop()
+                self.places.append(f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
+                raise KeyboardInterrupt
+        return self._step
+
+
+class InterruptedHunter(Hunter):
+    """The engine, with interrupts in what `attempt` calls."""
+
+    def __init__(self, setup: Setup, folder: str, source: Source) -> None:
+        super().__init__(setup, folder)
+        self.source = source
+        self.interrupting = True
+        self.actions = {name: self._restarting(action) for name, action in self.actions.items()}
+
+    def _restarting(self, action: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                action()
+            except Restart:
+                self.outcomes["interrupted"] += 1
+
+        return run
+
+    def attempt(self, request: Request | None, call: Callable[..., T], *arguments: object) -> T | None:
+        if not self.interrupting:
+            return super().attempt(request, call, *arguments)
+        try:
+            try:
+                self.source.arm()
+                found = super().attempt(request, call, *arguments)
+            finally:
+                self.source.disarm()
+        except KeyboardInterrupt:
+            self._tidy(request)
+            raise Restart from None
+        except Found as error:
+            self._end_if_poisoned(error)
+            raise
+        return found
+
+    def _end_if_poisoned(self, error: BaseException) -> None:
+        """A manager that says why it is broken has done its duty."""
+        reason = self.manager.poison_reason() if hasattr(self.manager, "poison_reason") else None
+        if reason is not None:
+            raise Poisoned(str(reason)) from error
+
+    def _tidy(self, request: Request | None) -> None:
+        """Close the request whose call was interrupted, and those whose lengths a call for several may have changed."""
+        self.interrupting = False
+        try:
+            self.manager.check_invariants()
+            for other in list(self.open):
+                if other is request or other.cache.status == CacheStatus.CLOSED or not other.agrees():
+                    self._close(other)
+            self.map()
+        except (KVCacheError, AssertionError) as error:
+            self._end_if_poisoned(error)
+            raise Found(f"after an interrupt: {type(error).__name__}: {error}") from error
+        finally:
+            self.interrupting = True
+
+    def end(self) -> None:
+        self.interrupting = False
+        self.source.disarm()
+        super().end()
+
+
+def _bury(hunter: InterruptedHunter) -> None:
+    """A poisoned manager can be shut down, whatever is open."""
+    for request in hunter.open:
+        request.views = []
+        with contextlib.suppress(CorruptedError):
+            request.cache.close()
+    try:
+        hunter.manager.shutdown()
+    except (KVCacheError, AssertionError) as error:
+        raise Found(f"a poisoned manager cannot be shut down: {error}") from error
+
+
+def follow(hunter: Hunter, operations: int) -> None:
+    """Run a hunt. With interrupts, a manager that says that it is poisoned ends it early and must still shut down."""
+    if not isinstance(hunter, InterruptedHunter):
+        return hunter.run(operations)
+    try:
+        hunter.run(operations)
+    except Poisoned:
+        hunter.outcomes["poisoned"] += 1
+        _bury(hunter)
+    except Found as found:
+        raise Found(f"{found}{hunter.source.describe()}") from found
+    finally:
+        hunter.source.release()
