@@ -54,5 +54,8 @@ class CacheListener(ABC):
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
         """A page of an attached block changed its cache level; moves within a level are not told."""
 
+    def attached(self, block_key_hash: str) -> None:  # noqa: B027 (most listeners compute no keys)
+        """A manager takes the listener, before anything else is told. `block_key_hash` names the hash of its block keys."""
+
     def item_named(self, digest: bytes, uuid: str) -> None:  # noqa: B027 (most listeners do not care)
         """Tokens of a multimodal item that the front end calls `uuid` are about to be committed."""

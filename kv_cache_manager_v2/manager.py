@@ -91,6 +91,8 @@ class KVCacheManager(ManagerViews):
         given = instance_or_none(driver, Driver, "driver")  # type: ignore[type-abstract]
         now = time.monotonic if clock is None else cast("Callable[[], float]", function(clock, "clock"))
         config = instance(config, KVCacheManagerConfig, "config").copy()
+        if listener is not None:
+            listener.attached(config.block_key_hash)
         layout = build_layout(config)
         sizings = size_levels(layout, config)
         device = given if given is not None else default_driver()

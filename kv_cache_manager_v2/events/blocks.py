@@ -11,7 +11,7 @@ from typing import Final
 from mypy_extensions import i16, mypyc_attr, u8
 
 from kv_cache_manager_v2.events.hashes import HashedBlock
-from kv_cache_manager_v2.events.records import BlockHash, KVCacheStoredBlockData, MmKey
+from kv_cache_manager_v2.events.records import MmKey
 from kv_cache_manager_v2.reuse.block import Block, RootBlock
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
@@ -38,6 +38,7 @@ class EventBlock(HashedBlock):
         self.groups = 0  # states by layer group, GROUP_BITS each; 0 where the block is not announced
         self.item: bytes | None = None  # digest of the multimodal item that the block's end belongs to ...
         self.item_known = parent is None  # ... once looked for
+        self.waiting = False  # another block of the same name is announced: see announced.py
 
     def state(self, group: int) -> int:
         """What is known in a layer group; 0 if it is not announced there."""
@@ -65,15 +66,6 @@ class EventRecord:
         self.level: u8 = level
         self.priority: u8 = priority
         self.group: i16 = group
-
-
-class StoredRun:
-    """The latest stored event of a layer group, to which a child of its last block is added."""
-
-    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
-        self.blocks = blocks
-        self.last_block: EventBlock | None = None  # of the event, if it is known
-        self.last_hash: BlockHash | None = None  # of the last block
 
 
 def pack_state(level: int, priority: int) -> int:

@@ -1,12 +1,11 @@
 """The hashes by which events name blocks.
 
-Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else; it is computed once, when
-an event first needs it. What is hashed outlives the block: a record keeps the tokens and a link to the record of the block before,
-so that a block which has left the tree can still be named.
+Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else. It is computed once, when
+an event first needs it. A `HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
 
-    v2_sha256, v2_blake3          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
-    v2_sha256_64, v2_blake3_64    its first 8 bytes, big-endian, unsigned
-    v1_block_key                  the older mixing of 64 bits; what it cannot name (digests, and all behind them) gets v2_sha256_64
+    v2_blake3, v2_sha256          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
+    v2_blake3_64, v2_sha256_64    its first 8 bytes, big-endian, unsigned
+    v1_block_key                  the older mixing of 64 bits; blocks with a digest in them or before them get v2_sha256_64
     auto                          v1_block_key
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 import logging
 import struct
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, TypeAlias
 
 from mypy_extensions import i64, mypyc_attr
 
@@ -30,6 +29,8 @@ _log: Final = logging.getLogger(__name__)
 V1_BLOCK_KEY: Final = "v1_block_key"
 HASH_ALGORITHMS: Final = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
 
+BlockName: TypeAlias = int | bytes  # what tells published names apart: the number, or the key whose digits they are
+
 _MASK_32: Final = (1 << 32) - 1
 _MASK_64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B9
@@ -41,7 +42,7 @@ _UNNAMEABLE: Final = -2  # the block or one before it has a digest, which v1 can
 class HashedBlock:
     """What a block's hash is made from; a scope's root has no tokens and no parent.
 
-    Whoever drops records must not leave a long chain of them to be freed through its last link: see `KVCacheEventManager`.
+    A long chain must be unlinked before it is freed through its last block: see `KVCacheEventManager.__del__`.
     """
 
     def __init__(self, parent: HashedBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
@@ -67,10 +68,22 @@ class BlockHashes(ABC):
     def hash_of(self, block: HashedBlock) -> BlockHash:
         """O(blocks before it that were never hashed)."""
 
+    @abstractmethod
+    def name_of(self, block: HashedBlock) -> BlockName:
+        """Equal for two blocks exactly if their published hashes are. As costly as `hash_of`.
+
+        Different blocks can share a name: 64 bits are few, v1 mixes rather than hashes, and see the framing in reuse/keys.py.
+        """
+
     @property
     def needs_keys(self) -> bool:
         """Whether every hash is made from a chained key."""
         return True
+
+    @property
+    def names_are_keys(self) -> bool:
+        """Whether `name_of` is the chained key."""
+        return False
 
     def key_of(self, block: HashedBlock) -> bytes:
         """The chained key."""
@@ -102,9 +115,19 @@ class _HexHashes(BlockHashes):
     def hash_of(self, block: HashedBlock) -> BlockHash:
         return self.key_of(block).hex()
 
+    def name_of(self, block: HashedBlock) -> BlockName:
+        return self.key_of(block)
+
+    @property
+    def names_are_keys(self) -> bool:
+        return True
+
 
 class _ShortHashes(BlockHashes):
     def hash_of(self, block: HashedBlock) -> BlockHash:
+        return short_hash(self.key_of(block))
+
+    def name_of(self, block: HashedBlock) -> BlockName:
         return short_hash(self.key_of(block))
 
 
@@ -120,6 +143,12 @@ class _OldHashes(BlockHashes):
         return False
 
     def hash_of(self, block: HashedBlock) -> BlockHash:
+        return self._number(block)
+
+    def name_of(self, block: HashedBlock) -> BlockName:
+        return self._number(block)
+
+    def _number(self, block: HashedBlock) -> int:
         if block.v1 == _UNKNOWN:
             self._mix_up_to(block)
         if block.v1 != _UNNAMEABLE:

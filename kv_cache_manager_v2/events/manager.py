@@ -13,6 +13,7 @@ count up by one: a gap means that the reader was too slow and events were droppe
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Final, TypeAlias, cast
 
 from kv_cache_manager_v2 import arguments
 from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.events.announced import AnnouncedBlocks
 from kv_cache_manager_v2.events.blocks import (
     BLOCK_REMOVED,
     GROUP_BITS,
@@ -30,7 +32,6 @@ from kv_cache_manager_v2.events.blocks import (
     STORED,
     EventBlock,
     EventRecord,
-    StoredRun,
     event_block_of,
     level_in,
     mm_keys_of,
@@ -38,15 +39,14 @@ from kv_cache_manager_v2.events.blocks import (
     priority_in,
 )
 from kv_cache_manager_v2.events.hashes import make_block_hashes
+from kv_cache_manager_v2.events.pending import PendingEvents, StoredRun
 from kv_cache_manager_v2.events.records import (
     NO_GROUP,
     BlockHash,
     EventSnapshot,
     KVCacheCreatedData,
     KVCacheEvent,
-    KVCacheEventData,
     KVCacheEventDiff,
-    KVCacheRemovedData,
     KVCacheStoredBlockData,
     KVCacheStoredData,
     KVCacheUpdatedData,
@@ -65,6 +65,8 @@ EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]
 MAX_RECORDS: Final = 1 << 18  # with more, the queue is processed at once: an engine that never flushes costs no more memory
 MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
+_log: Final = logging.getLogger(__name__)
+_DEFAULT_HASH: Final = "v2_blake3"
 _LONGEST_WAIT_S: Final = 3600.0  # a condition cannot be given an endless time: readers look again after it
 _SNAPSHOT_ID: Final = -1
 
@@ -72,11 +74,13 @@ _SNAPSHOT_ID: Final = -1
 class KVCacheEventManager(CacheListener):
     """Give it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once per iteration, and read from anywhere.
 
-    `max_kv_event_entries` bounds the events that wait for a reader; 0 turns all of it off. Events name blocks by `hash_algo` (see
-    hashes.py) and carry the layer group's window: `window_size_by_layer_group`, `window_size` for groups not listed. With
-    `attention_dp_gather`, a collective call that gives every rank's events to all, rank 0 publishes for all ranks and the others
-    publish nothing; (rank, event id) names an event then. `mm_token_id_offset`, the id behind which ids count positions of
-    multimodal items, makes stored blocks say which items they hold. Raises ConfigError (a ValueError).
+    `max_kv_event_entries` bounds the events that wait for a reader; 0 turns events off. `hash_algo` says how events name blocks
+    (see hashes.py); None: by the manager's own keys, "v2_blake3" unless its `block_key_hash` says otherwise. Events carry the
+    window of their layer group: `window_size_by_layer_group`, or `window_size` for groups not listed.
+
+    `attention_dp_gather` is a collective call that gives every rank's events to all ranks. With it rank 0 publishes for all ranks,
+    and (rank, event id) names an event. `mm_token_id_offset` is the id above which ids count positions of multimodal items; with it
+    stored blocks say which items they hold. Raises ConfigError (a ValueError).
     """
 
     def __init__(
@@ -86,16 +90,18 @@ class KVCacheEventManager(CacheListener):
         window_size: object = 0,
         attention_dp_rank: object = None,
         attention_dp_gather: object = None,
-        hash_algo: object = "v2_sha256",
+        hash_algo: object = None,
         window_size_by_layer_group: object = None,
         mm_token_id_offset: object = None,
     ) -> None:
         self._records: list[EventRecord] = []  # written under the cache manager's lock
         self._max = arguments.whole(max_kv_event_entries, "max_kv_event_entries")
         self._enabled = self._max > 0
-        self._hashes = make_block_hashes(arguments.text(hash_algo, "hash_algo"))
-        self._window = arguments.at_least(window_size, "window_size", 0)
-        self._windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
+        self._follows_manager = hash_algo is None  # blocks are named by the manager's own keys
+        self._hashes = make_block_hashes(_DEFAULT_HASH if hash_algo is None else arguments.text(hash_algo, "hash_algo"))
+        self._key_hash: str | None = None  # of the manager's keys, once it is known
+        window = arguments.at_least(window_size, "window_size", 0)
+        windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
         self._rank = arguments.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
         self._gather: EventGather | None = None
         if attention_dp_gather is not None:
@@ -104,12 +110,9 @@ class KVCacheEventManager(CacheListener):
         self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; written under the cache manager's lock
         # guarded by `_work`
         self._work: Final = threading.Lock()
-        self._next_id = 0
-        self._pending: list[KVCacheEvent] = []
-        self._runs: dict[int, StoredRun] = {}  # by layer group
-        self._removals: dict[int, list[BlockHash]] = {}  # pending, by layer group
-        self._announced: dict[EventBlock, None] = {}  # blocks announced in some group
-        self._by_key: dict[bytes, EventBlock] | None = None  # the same by chained key, from the first look-up on
+        self._pending = PendingEvents(window, windows, self._rank)
+        self._pending.algorithm = self._hashes.algorithm
+        self._announced = AnnouncedBlocks(self._hashes)
         # guarded by `_readers`
         self._readers: Final = threading.Condition()
         self._ready: list[KVCacheEvent] = []
@@ -136,13 +139,30 @@ class KVCacheEventManager(CacheListener):
     @property
     def window_size_by_layer_group(self) -> dict[int, int]:
         """A copy. Set it before `add_created_event`; an event keeps the window that held when it arose."""
-        return dict(self._windows)
+        return dict(self._pending.windows)
 
     @window_size_by_layer_group.setter
     def window_size_by_layer_group(self, windows: object) -> None:
-        self._windows = windows_of(windows)
+        self._pending.windows = windows_of(windows)
+
+    def set_layer_group_window_sizes(self, windows: object) -> None:
+        """Set `window_size_by_layer_group`, once the manager has grouped the layers."""
+        self._pending.windows = windows_of(windows)
 
     # --- what the cache tells (CacheListener): O(1) each
+
+    def attached(self, block_key_hash: str) -> None:
+        with self._work:
+            self._key_hash = block_key_hash
+            if self._follows_manager and self._hashes.keys.name != block_key_hash:
+                if self._pending.next_id > 0:
+                    raise ConfigError(
+                        f"this event manager has named blocks by {self._hashes.algorithm}, the manager has block_key_hash="
+                        f"{block_key_hash!r}: give each manager an event manager of its own, or set hash_algo"
+                    )
+                self._hashes = make_block_hashes(f"v2_{block_key_hash}")
+                self._pending.algorithm = self._hashes.algorithm
+                self._announced = AnnouncedBlocks(self._hashes)
 
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
         if covers_block and self._enabled:
@@ -195,7 +215,7 @@ class KVCacheEventManager(CacheListener):
         with self._work:
             if self._open_stream():
                 for group in groups:
-                    self._emit(KVCacheCreatedData(list(counts)), group)
+                    self._pending.add(KVCacheCreatedData(list(counts)), group)
 
     def add_stored_event(self, parent_hash: object, blocks: object, layer_group_id: object = None) -> None:
         """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
@@ -204,7 +224,7 @@ class KVCacheEventManager(CacheListener):
         group = group_of(layer_group_id)
         with self._work:
             if self._open_stream() and stored:
-                run = self._run_behind(group, parent)
+                run = self._pending.run_after_hash(group, parent)
                 run.blocks.extend(stored)
                 run.last_block = None
                 run.last_hash = stored[-1].block_hash
@@ -218,7 +238,7 @@ class KVCacheEventManager(CacheListener):
                 return
             for name in names:
                 if not isinstance(name, bytes):
-                    self._remove(group, name)
+                    self._pending.remove(group, name)
                     continue
                 event_block = self._find(name)
                 if event_block is None:
@@ -249,7 +269,7 @@ class KVCacheEventManager(CacheListener):
                 name = self._hashes.hash_of(event_block)
             else:
                 name = given
-            self._emit(KVCacheUpdatedData(name, moved, valued), group)
+            self._pending.add(KVCacheUpdatedData(name, moved, valued), group)
 
     # --- the stream
 
@@ -260,9 +280,7 @@ class KVCacheEventManager(CacheListener):
             return
         with self._work:
             self._process()
-            self._close_runs()
-            events = self._pending
-            self._pending = []
+            events = self._pending.take()
         gather = self._gather
         if gather is None:
             if events:
@@ -273,7 +291,7 @@ class KVCacheEventManager(CacheListener):
             gathered = [list(of_rank) for of_rank in gather(list(events))]
         except BaseException:
             with self._work:
-                self._pending = events + self._pending
+                self._pending.events = events + self._pending.events
             raise
         if self._rank is not None and self._rank != 0:
             return
@@ -313,10 +331,10 @@ class KVCacheEventManager(CacheListener):
             raise LogicError("snapshot_events(): events are turned off, max_kv_event_entries is not above 0")
         with self._work:
             self._process()
-            self._close_runs()
+            self._pending.close()
             events: list[KVCacheEvent] = []
             runs: dict[int, StoredRun] = {}
-            for event_block in self._announced:
+            for event_block in self._announced.blocks():
                 groups = event_block.groups
                 group = 0
                 while groups:
@@ -326,12 +344,12 @@ class KVCacheEventManager(CacheListener):
                         if run is None or run.last_block is not event_block.parent:
                             run = runs[group] = StoredRun([])
                             data = KVCacheStoredData(self._parent_hash(event_block), run.blocks)
-                            events.append(self._event(_SNAPSHOT_ID, data, group))
+                            events.append(self._pending.make(_SNAPSHOT_ID, data, group))
                         run.blocks.append(self._stored_block(event_block, state))
                         run.last_block = event_block
                     groups >>= GROUP_BITS
                     group += 1
-            return EventSnapshot(events, self._next_id)
+            return EventSnapshot(events, self._pending.next_id)
 
     # --- processing event records; the caller holds `_work`
 
@@ -366,22 +384,26 @@ class KVCacheEventManager(CacheListener):
             else:
                 self._retract_all(event_block)
                 event_block.parent = None  # nothing of the block will be told any more
-        if len(self._pending) > 2 * self._max:
-            self._runs.clear()
-            self._drop_oldest(self._pending, self._max)
+        if len(self._pending.events) > 2 * self._max:
+            self._pending.drop_runs()
+            self._drop_oldest(self._pending.events, self._max)
 
     def _announce(self, event_block: EventBlock, group: int, level: int, priority: int) -> None:
         if event_block.state(group):
             return  # a block that was hidden for a while tells its pages again
         if event_block.groups == 0:
-            self._announced[event_block] = None
-            if self._by_key is not None:
-                self._by_key[self._hashes.key_of(event_block)] = event_block
+            self._announced.add(event_block)
         state = pack_state(level, priority)
         event_block.set_state(group, state)
-        run = self._runs.get(group)
-        if run is None or self._removals or run.last_block is None or run.last_block is not event_block.parent:
-            run = self._run_behind(group, self._parent_hash(event_block))
+        if not event_block.waiting:
+            self._store(event_block, group, state)
+
+    def _store(self, event_block: EventBlock, group: int, state: int) -> None:
+        """Add a block to the group's stored event."""
+        parent = event_block.before()
+        run = self._pending.run_after(group, parent)
+        if run is None:
+            run = self._pending.run_after_hash(group, self._parent_hash(event_block))
         stored = self._stored_block(event_block, state)
         run.blocks.append(stored)
         run.last_block = event_block
@@ -393,18 +415,20 @@ class KVCacheEventManager(CacheListener):
         if not state or before == level:
             return
         event_block.set_state(group, pack_state(level, priority_in(state)))
-        self._emit(KVCacheUpdatedData(self._hashes.hash_of(event_block), KVCacheEventDiff(before, level), None), group)
+        if not event_block.waiting:
+            changed = KVCacheEventDiff(before, level)
+            self._pending.add(KVCacheUpdatedData(self._hashes.hash_of(event_block), changed, None), group)
 
     def _retract(self, event_block: EventBlock, group: int) -> None:
-        state = event_block.state(group)
-        if not state:
+        if not event_block.state(group):
             return
-        self._remove(group, self._hashes.hash_of(event_block))
+        if not event_block.waiting:
+            self._pending.remove(group, self._hashes.hash_of(event_block))
         event_block.set_state(group, 0)
         if event_block.groups == 0:
-            del self._announced[event_block]
-            if self._by_key is not None:
-                self._by_key.pop(self._hashes.key_of(event_block), None)
+            successor = self._announced.remove(event_block)
+            if successor is not None:
+                self._store_all(successor)
 
     def _retract_all(self, event_block: EventBlock) -> None:
         groups = event_block.groups
@@ -415,58 +439,29 @@ class KVCacheEventManager(CacheListener):
             groups >>= GROUP_BITS
             group += 1
 
+    def _store_all(self, event_block: EventBlock) -> None:
+        """Announce a block that waited, in all of its groups."""
+        groups = event_block.groups
+        group = 0
+        while groups:
+            if groups & GROUP_MASK:
+                self._store(event_block, group, groups & GROUP_MASK)
+            groups >>= GROUP_BITS
+            group += 1
+
     def _find(self, key: bytes) -> EventBlock | None:
-        """The announced block of a chained key. The first look-up is O(announced blocks)."""
-        if self._by_key is None:
-            self._by_key = {self._hashes.key_of(event_block): event_block for event_block in self._announced}
-        return self._by_key.get(key)
-
-    # --- pending events
-
-    def _remove(self, group: int, name: BlockHash) -> None:
-        """Removals wait, and merge, until something else happens."""
-        names = self._removals.get(group)
-        if names is None:
-            names = self._removals[group] = []
-        names.append(name)
-        if group in self._runs:
-            del self._runs[group]
-
-    def _flush_removals(self) -> None:
-        if self._removals:
-            removals = self._removals
-            self._removals = {}
-            for group, names in removals.items():
-                self._append(KVCacheRemovedData(names), group)
-
-    def _close_runs(self) -> None:
-        """What is pending now is complete."""
-        self._flush_removals()
-        self._runs.clear()
-
-    def _run_behind(self, group: int, parent_hash: BlockHash | None) -> StoredRun:
-        """The group's latest stored event if its last block is this parent and nothing was removed since; else a new one."""
-        run = self._runs.get(group)
-        if run is None or self._removals or parent_hash is None or run.last_hash != parent_hash:
-            blocks: list[KVCacheStoredBlockData] = []
-            self._emit(KVCacheStoredData(parent_hash, blocks), group)
-            run = self._runs[group] = StoredRun(blocks)
-        return run
-
-    def _emit(self, data: KVCacheEventData, group: int) -> None:
-        """The next event but for removals, which are told first."""
-        self._flush_removals()
-        if group in self._runs:
-            del self._runs[group]
-        self._append(data, group)
-
-    def _append(self, data: KVCacheEventData, group: int) -> None:
-        self._pending.append(self._event(self._next_id, data, group))
-        self._next_id += 1
-
-    def _event(self, event_id: int, data: KVCacheEventData, group: int) -> KVCacheEvent:
-        window = self._windows.get(group, self._window)
-        return KVCacheEvent(event_id, data, window, self._hashes.algorithm, self._rank, None if group == NO_GROUP else group)
+        """The announced block of a chained key. Warns once where the keys are of another hash than the manager's."""
+        found = self._announced.find(key)
+        if found is None and self._key_hash is not None and self._key_hash != self._hashes.keys.name:
+            _log.warning(
+                "no announced block has the key %s: events use %s keys (hash_algo=%r), the manager %s; set both to the same hash",
+                key.hex(),
+                self._hashes.keys.name,
+                self._hashes.algorithm,
+                self._key_hash,
+            )
+            self._key_hash = None
+        return found
 
     def _parent_hash(self, event_block: EventBlock) -> BlockHash | None:
         parent = event_block.parent

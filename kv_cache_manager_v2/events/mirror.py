@@ -18,6 +18,7 @@ from kv_cache_manager_v2.events.records import (
     KVCacheStoredBlockData,
     KVCacheStoredData,
     KVCacheUpdatedData,
+    UniqueToken,
     block_hash_of,
 )
 
@@ -25,10 +26,17 @@ from kv_cache_manager_v2.events.records import (
 class MirroredBlock:
     """One block, as long as some layer group has it."""
 
-    def __init__(self, parent_hash: BlockHash | None, packed_tokens: bytes) -> None:
+    def __init__(self, parent_hash: BlockHash | None, content: bytes | tuple[UniqueToken, ...]) -> None:
         self.parent_hash = parent_hash  # None: begins a prompt
-        self.packed_tokens = packed_tokens  # see KVCacheStoredBlockData
+        self.content = content  # see KVCacheStoredBlockData
         self.levels: dict[int, int] = {}  # cache level by layer group
+
+    @property
+    def packed_tokens(self) -> bytes:
+        """As `KVCacheStoredBlockData.packed_tokens`."""
+        if not isinstance(self.content, bytes):
+            raise LogicError("the block has tokens that are neither ids nor digests, which no bytes stand for: read `content`")
+        return self.content
 
 
 class EventMirror:
@@ -101,10 +109,10 @@ class EventMirror:
         blocks: dict[BlockHash, MirroredBlock] = {}  # of this event: all of them are looked at before any is taken in
         stored = instances(data.blocks, KVCacheStoredBlockData, "blocks of an event")
         for item in stored:
-            block = self.blocks.get(item.block_hash, MirroredBlock(parent_hash, item.packed_tokens))
+            block = self.blocks.get(item.block_hash, MirroredBlock(parent_hash, item.content))
             if group in block.levels or item.block_hash in blocks:
                 raise LogicError(f"event {event_id}: block {item.block_hash} is stored twice in layer group {group}")
-            if block.parent_hash != parent_hash or block.packed_tokens != item.packed_tokens:
+            if block.parent_hash != parent_hash or block.content != item.content:
                 raise LogicError(f"event {event_id}: block {item.block_hash} has another parent, or other tokens, than before")
             blocks[item.block_hash] = block
             parent_hash = item.block_hash

@@ -1,7 +1,7 @@
 """What events say: value records, and the dictionaries that they become in JSON.
 
-Rule: a record is a value. It pickles, compares by content and is never changed once a reader can see it. A stored block keeps its
-tokens packed, as they were committed, until somebody reads them.
+Rule: a record is a value. It pickles, compares by content and never changes once a reader can see it. A stored block keeps its
+tokens packed, as they were committed, until they are read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import at_least, each_of, instance, instances, items_of, mapping, shown, text, unsigned
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.arguments import (
+    at_least,
+    each_of,
+    given,
+    instance,
+    instances,
+    items_of,
+    mapping,
+    shown,
+    text,
+    unsigned,
+    whole,
+)
+from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack, unpack
 
 BlockHash: TypeAlias = int | str  # an unsigned 64-bit number, or the digest in hexadecimal
@@ -25,7 +38,10 @@ NO_GROUP: Final = -1  # where events without a layer group are kept
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class UniqueToken:
-    """One token of a stored block: its id, or a digest in hexadecimal."""
+    """One token of a stored block: its id, or a digest in hexadecimal.
+
+    The cache's own events have ids and digests, and no extra id. Events of an engine's own may have any string and any integers.
+    """
 
     token_id: int | str
     token_extra_id: int = 0
@@ -52,11 +68,19 @@ class KVCacheStoredBlockData:
         mm_keys: object = (),
         cache_salt: object = None,
     ) -> None:
-        """`tokens` are records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
+        """`tokens` are `UniqueToken` records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
         self._block_hash = block_hash_of(block_hash, "block_hash")
-        self._packed = tokens if isinstance(tokens, bytes) else _packed(instances(tokens, UniqueToken, "tokens"))
-        if len(self._packed) % TOKEN_BYTES != 0:
-            raise ConfigError(f"tokens are {len(self._packed)} bytes, which is no whole number of tokens")
+        self._tokens: tuple[UniqueToken, ...] = ()  # those that cannot be packed
+        if isinstance(tokens, bytes):
+            self._packed = tokens
+            if len(tokens) % TOKEN_BYTES != 0:
+                raise ConfigError(f"tokens are {len(tokens)} bytes, which is no whole number of tokens")
+        else:
+            records = instances(tokens, UniqueToken, "tokens")
+            packed = _packed(records)
+            if packed is None:
+                self._tokens = tuple(records)
+            self._packed = packed or b""
         self._cache_level = at_least(cache_level, "cache_level", 0)
         self._priority = at_least(priority, "priority", 0)
         self._mm_keys: Sequence[MmKey] = ()
@@ -71,12 +95,24 @@ class KVCacheStoredBlockData:
     @property
     def tokens(self) -> list[UniqueToken]:
         """A new list; O(tokens)."""
+        if self._tokens:
+            return list(self._tokens)
         return [UniqueToken(token.hex() if isinstance(token, bytes) else token) for token in unpack(self._packed)]
 
     @property
     def packed_tokens(self) -> bytes:
-        """The tokens as bytes: 4 a token, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1)."""
+        """The tokens as bytes: 4 a token, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1).
+
+        Raises LogicError for tokens with extra ids, and for strings that are no digests: these exist in `tokens` alone.
+        """
+        if self._tokens:
+            raise LogicError("the block has tokens that are neither ids nor digests, which no bytes stand for: read `tokens`")
         return self._packed
+
+    @property
+    def content(self) -> bytes | tuple[UniqueToken, ...]:
+        """Equal for two blocks exactly if their tokens are: packed, or as records where they cannot be packed. O(1)."""
+        return self._tokens or self._packed
 
     @property
     def cache_level(self) -> int:
@@ -93,11 +129,11 @@ class KVCacheStoredBlockData:
 
     @property
     def cache_salt(self) -> str | None:
-        """Always None: the scope's salt enters the hash, and is told to nobody."""
+        """None in the cache's own events: the scope's salt enters the hash, and is published nowhere else."""
         return self._cache_salt
 
-    def _values(self) -> tuple[BlockHash, bytes, int, int, list[MmKey], str | None]:
-        return self._block_hash, self._packed, self._cache_level, self._priority, list(self._mm_keys), self._cache_salt
+    def _values(self) -> tuple[BlockHash, bytes | tuple[UniqueToken, ...], int, int, list[MmKey], str | None]:
+        return self._block_hash, self.content, self._cache_level, self._priority, list(self._mm_keys), self._cache_salt
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVCacheStoredBlockData):
@@ -105,7 +141,7 @@ class KVCacheStoredBlockData:
         return self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((self._block_hash, self._packed))
+        return hash((self._block_hash, self.content))
 
     def __reduce__(self) -> tuple[type[KVCacheStoredBlockData], tuple[object, ...]]:
         return KVCacheStoredBlockData, self._values()
@@ -223,16 +259,32 @@ def windows_of(given: object) -> dict[int, int]:
     return {at_least(group, f"a layer group of {name}", 0): at_least(window, f"{name}[{group!r}]", 0) for group, window in items}
 
 
-def _packed(tokens: Sequence[UniqueToken]) -> bytes:
+def _packed(tokens: Sequence[UniqueToken]) -> bytes | None:
+    """Packed tokens; None if unpacking them would give others. Raises ConfigError for fields of a wrong class."""
     items: list[object] = []
+    exact = True
     for token in tokens:
-        if token.token_extra_id != 0:
-            raise ConfigError(f"token_extra_id is {token.token_extra_id}: what tells tokens of equal ids apart is a digest token")
-        try:
-            items.append(bytes.fromhex(token.token_id) if isinstance(token.token_id, str) else token.token_id)
-        except ValueError:
-            raise ConfigError(f"token_id is {token.token_id!r}: a digest token has 64 hexadecimal digits") from None
-    return pack(items).data
+        token_id = given(token, "token_id")
+        extra = whole(given(token, "token_extra_id"), "token_extra_id")
+        if isinstance(token_id, str):
+            digest = _digest(token_id)
+            exact = exact and digest is not None
+            items.append(digest)
+        else:
+            number = whole(token_id, "token_id")
+            exact = exact and 0 <= number < TOKEN_ID_LIMIT
+            items.append(number)
+        exact = exact and extra == 0
+    return pack(items).data if exact else None
+
+
+def _digest(text: str) -> bytes | None:
+    """The digest of which these are the digits, as `bytes.hex` writes them."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_BYTES and digest.hex() == text else None
 
 
 def _mm_key(value: object) -> MmKey:

@@ -1,7 +1,7 @@
 """Why the reuse of a prompt ended where it did.
 
-Rule: an explanation is found by looking again, never by keeping notes where requests run. Only what is gone has to be remembered:
-with `miss_history=N` the latest N drops are, by key, with the time and the cache level.
+Rule: an explanation is found by a second look at the tree; requests record nothing for it. Only drops have to be recorded: with
+`miss_history=N` the latest N are, by block key, with the time and the cache level.
 
 Time is `RadixTree.clock`: the number of blocks that ever entered the tree.
 """
@@ -97,62 +97,78 @@ class MissReport:
 
 @mypyc_attr(acyclic=True)
 class Drop:
-    """One page or block that is gone."""
+    """One page or block that was dropped."""
 
-    def __init__(self, clock: int, life_cycle: int, level: int) -> None:
+    def __init__(self, clock: int, life_cycle: int, level: int, num_bytes: int) -> None:
         self.clock = clock
-        self.life_cycle = life_cycle  # whose page went
-        self.level = level  # where it lay; LOSS_CLEARED if all was cleared
+        self.life_cycle = life_cycle  # of the page whose loss caused the drop
+        self.level = level  # of that page; LOSS_CLEARED if all was cleared
+        self.num_bytes = num_bytes  # of the block's packed tokens; 0 for a single page
 
 
 class MissHistory(CacheListener):
-    """The latest drops, by key. O(1) each, beside the key of what is dropped; forgets the oldest."""
+    """The latest drops by key, the oldest removed first. O(1) for each drop, plus computing its block's key."""
 
-    def __init__(self, limit: int, behind: CacheListener | None) -> None:
+    def __init__(self, limit: int, next_listener: CacheListener | None) -> None:
         self.limit = limit
-        self._behind = behind  # the listener proper, which is told everything
+        self._next = next_listener  # told everything too
         self._drops: dict[bytes, Drop] = {}  # by block key; a single page's by key and life cycle
+        self._lengths: dict[int, int] = {}  # how many dropped blocks have so many bytes of packed tokens
 
     def __len__(self) -> int:
         return len(self._drops)
 
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
-        if self._behind is not None:
-            self._behind.page_stored(block, life_cycle, level, priority, covers_block)
+        if self._next is not None:
+            self._next.page_stored(block, life_cycle, level, priority, covers_block)
 
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
-        if self._behind is not None:
-            self._behind.page_moved(block, life_cycle, source, destination)
+        if self._next is not None:
+            self._next.page_moved(block, life_cycle, source, destination)
 
     def item_named(self, digest: bytes, uuid: str) -> None:
-        if self._behind is not None:
-            self._behind.item_named(digest, uuid)
+        if self._next is not None:
+            self._next.item_named(digest, uuid)
 
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
-        self._note(block, life_cycle)
-        if self._behind is not None:
-            self._behind.page_removed(block, life_cycle)
+        self._record(block, life_cycle)
+        if self._next is not None:
+            self._next.page_removed(block, life_cycle)
 
     def block_removed(self, block: CachedBlock) -> None:
-        self._note(block, -1)
-        if self._behind is not None:
-            self._behind.block_removed(block)
+        self._record(block, -1)
+        if self._next is not None:
+            self._next.block_removed(block)
 
     def find(self, key: bytes, life_cycle: int = -1) -> Drop | None:
         """When a block, or one page of it, was last dropped."""
         return self._drops.get(_drop_key(key, life_cycle))
 
-    def _note(self, listed: CachedBlock, life_cycle: int) -> None:
+    def lengths(self, most: int) -> list[int]:
+        """The different lengths of dropped blocks up to `most`, ascending; bytes of packed tokens. O(different lengths)."""
+        return sorted([length for length in self._lengths if length <= most])
+
+    def _record(self, listed: CachedBlock, life_cycle: int) -> None:
         assert isinstance(listed, Block)
         tree = listed.tree
         if tree.loss_level == LOSS_NONE or listed.unsettled > 0:
             return  # replaced by a longer block, or empty, or nobody could match it yet
         key = _drop_key(listed.block_key(), life_cycle)
-        if key in self._drops:
-            del self._drops[key]  # the latest drop is the youngest
-        self._drops[key] = Drop(tree.clock, tree.loss_life_cycle, tree.loss_level)
+        self._remove(key)  # so that the latest drop of a block is the last one in the table
+        num_bytes = len(listed.tokens) if life_cycle < 0 else 0
+        self._drops[key] = Drop(tree.clock, tree.loss_life_cycle, tree.loss_level, num_bytes)
+        self._lengths[num_bytes] = self._lengths.get(num_bytes, 0) + 1
         if len(self._drops) > self.limit:
-            del self._drops[next(iter(self._drops))]
+            self._remove(next(iter(self._drops)))
+
+    def _remove(self, key: bytes) -> None:
+        drop = self._drops.pop(key, None)
+        if drop is not None:
+            count = self._lengths[drop.num_bytes] - 1
+            if count:
+                self._lengths[drop.num_bytes] = count
+            else:
+                del self._lengths[drop.num_bytes]
 
 
 def _drop_key(key: bytes, life_cycle: int) -> bytes:
@@ -168,12 +184,12 @@ def explain(
     history: MissHistory | None,
     tiers: list[CacheTier],
 ) -> MissReport:
-    """Why `match` with the same arguments finds no more; O(prompt), and a match for each other scope. Changes nothing."""
+    """Why `match` with the same arguments finds no more. Changes nothing. O(prompt), plus one match for each other scope."""
     return _Inquiry(tree, scope, tokens, history, tiers).answer(partial, backoff)
 
 
 class _Inquiry:
-    """One explanation under way."""
+    """One explanation in progress."""
 
     def __init__(
         self, tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, history: MissHistory | None, tiers: list[CacheTier]
@@ -287,15 +303,25 @@ class _Inquiry:
         return self._report(MissCause.NEVER_STORED, beg)
 
     def _drop_behind(self, blocks: list[Block], beg: int) -> Drop | None:
-        """The drop of a block that began at `beg` and shared more with the prompt than what is left; the longest such block."""
+        """The drop of the longest block at `beg` that the prompt holds whole, and that would have made the match longer.
+
+        Only lengths that were dropped are tried, each on top of the shorter ones: O(tokens of a block).
+        """
         if self._history is None:
             return None
         keys = self._tree.keys
         parent_key = blocks[beg // self._size - 1].block_key() if beg > 0 else keys.root_key(self._scope)
-        end = min(beg + self._size, self._tokens.num_tokens)
-        while end > self._num_tokens:
-            drop = self._history.find(keys.block_key(parent_key, self._tokens.slice_bytes(beg, end)))
+        tokens = self._tokens
+        data = tokens.slice_bytes(beg, min(beg + self._size, tokens.num_tokens))
+        matched = len(tokens.slice_bytes(beg, self._num_tokens))
+        first = tokens.byte_offset(beg)
+        ends: list[int] = []
+        for end in self._history.lengths(len(data)):
+            if end > matched and tokens.byte_offset(tokens.whole_tokens(first + end)) == first + end:  # not within a digest
+                ends.append(end)
+        candidates = keys.prefix_keys(parent_key, data, ends)
+        while candidates:
+            drop = self._history.find(candidates.pop())
             if drop is not None:
                 return drop
-            end -= 1
         return None

@@ -1,11 +1,13 @@
 """Chained block keys: the names by which the outside knows cached blocks, and the scopes that keep tenants apart.
 
-Rule: a key names a block for events, routers and probes by key; no match of tokens is ever decided by one. It is made when somebody
-asks, once.
+Rule: a key names a block for events, routers and probes by key. It never decides a match of tokens. It is computed once, on demand.
 
-Framing. Scope bytes: a mask byte (bit 0: lora_id given, bit 1: salt given), then each given field as 8 bytes, little-endian,
-unsigned. Root key: hash of the scope bytes. Block key: hash of the parent's key and the block's tokens, an id as 4 bytes,
-little-endian, a digest as its 32 bytes. Nothing else is hashed, so an engine can compute the same keys.
+Framing, so that an engine can compute the same keys. Scope bytes: a mask byte (bit 0: lora_id given, bit 1: salt given), then each
+given field as 8 bytes, little-endian, unsigned. Root key: hash of the scope bytes. Block key: hash of the parent's key and the
+block's tokens. An id is 4 bytes, little-endian. A digest depends on the hash:
+
+    blake3    the word 0x80000000 (no id has its top bit set), then the 32 bytes: different tokens always give different input
+    sha256    the 32 bytes alone, as other systems do: a digest can have the bytes of eight ids, and then two blocks share a key
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ class ReuseScope:
 class BlockKeys(ABC):
     """The hash chain over one choice of hash function."""
 
+    def __init__(self, name: str) -> None:
+        self.name: Final = name  # as `block_key_hash` gives it
+
     @abstractmethod
     def digest(self, data: bytes) -> bytes:
         """The 32-byte hash of some bytes."""
@@ -64,36 +69,66 @@ class BlockKeys(ABC):
         """The key that a scope's first block is chained to."""
         return self.digest(scope.data)
 
+    @abstractmethod
     def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
         """The key of a block, full or partial, from its packed tokens."""
-        return self.digest(parent_key + key_bytes(tokens))
+
+    @abstractmethod
+    def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
+        """`block_key` of the first ends[0], ends[1], ... bytes of some packed tokens; `ends` ascend. O(bytes + ends)."""
 
 
 class Blake3Keys(BlockKeys):
-    """BLAKE3, 256 bits: the default."""
+    """BLAKE3, 256 bits: the default. Tokens are hashed as they are packed, so no two blocks share a key."""
 
     def digest(self, data: bytes) -> bytes:
         return blake3(data).digest()
 
+    def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
+        return blake3(parent_key + tokens).digest()
+
+    def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
+        keys: list[bytes] = []
+        hasher = blake3(parent_key)
+        beg = 0
+        for end in ends:
+            hasher.update(tokens[beg:end])
+            keys.append(hasher.digest())  # the hasher goes on from here
+            beg = end
+        return keys
+
 
 class Sha256Keys(BlockKeys):
-    """SHA-256: for exchange with systems whose keys are SHA-256 chains of the same framing."""
+    """SHA-256: for exchange with systems that name blocks by SHA-256 chains. Two blocks may share a key: see the framing above."""
 
     def digest(self, data: bytes) -> bytes:
         return sha256(data).digest()
+
+    def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
+        return sha256(parent_key + _without_marks(tokens)).digest()
+
+    def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
+        keys: list[bytes] = []
+        hasher = sha256(parent_key)
+        beg = 0
+        for end in ends:
+            hasher.update(_without_marks(tokens[beg:end]))
+            keys.append(hasher.digest())
+            beg = end
+        return keys
 
 
 def make_block_keys(name: str) -> BlockKeys:
     """The hash chain by the name of its hash, as the configuration gives it. Raises ConfigError for an unknown one."""
     if name == "blake3":
-        return Blake3Keys()
+        return Blake3Keys(name)
     if name == "sha256":
-        return Sha256Keys()
+        return Sha256Keys(name)
     raise ConfigError(f"block_key_hash {name!r}: must be 'blake3' or 'sha256'")
 
 
-def key_bytes(tokens: bytes) -> bytes:
-    """Packed tokens as they enter a key: a digest without the mark before it."""
+def _without_marks(tokens: bytes) -> bytes:
+    """Packed tokens with the mark before each digest left out."""
     if not has_digest(tokens):
         return tokens
     parts: list[bytes] = []

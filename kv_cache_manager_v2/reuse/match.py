@@ -62,9 +62,15 @@ def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], back
     root = tree.find_root(scope)
     if root is None:
         return Match([], 0, num_lookup, 0, 0)
-    search = _Search(tree, root, num_lookup)
-    search.follow_keys(block_keys)
-    return search.result(backoff)
+    found = Match([], 0, num_lookup, 0, 0)
+    starts: list[list[Block]] = [[]]  # where to begin: paths that end in one of several blocks of the same key
+    while starts:
+        search = _Search(tree, root, num_lookup)
+        search.follow_keys(block_keys, starts.pop(), starts)
+        result = search.result(backoff)
+        if (result.num_tokens, result.divergence) > (found.num_tokens, found.divergence):
+            found = result
+    return found
 
 
 def first_new_block_key(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, found: Match) -> bytes | None:
@@ -149,23 +155,37 @@ class _Search:
             self.length = tokens.num_tokens
             self.partial_end = cast(Block, leaf)
 
-    def follow_keys(self, block_keys: list[bytes]) -> None:
-        """Go down the tree as far as the keys lead, at most up to a partial block."""
+    def follow_keys(self, block_keys: list[bytes], start: list[Block], others: list[list[Block]]) -> None:
+        """Go down the tree as far as the keys lead, at most up to a partial block.
+
+        The path begins with the blocks of `start`. Where several children have the next key, one is followed, and the paths to
+        the rest are added to `others`.
+        """
+        for block in start:
+            self._step_to(block)
+        node = start[len(start) - 1] if start else self.root
+        depth = len(start)
+        while depth < len(block_keys) and self.partial_end is None:
+            children = [block for block in self.tree.find_key(block_keys[depth]) if block.parent is node]
+            if not children:
+                return
+            for block in children[1:]:
+                others.append([*self.path, block])
+            node = children[0]
+            self._step_to(node)
+            depth += 1
+
+    def _step_to(self, block: Block) -> None:
+        """Add a block that was found by its key to the path."""
         tree = self.tree
-        node = self.root
-        for key in block_keys:
-            block = tree.find_key(key)
-            if block is None or block.parent is not node:
-                break
-            self.length += block.num_tokens
-            if block.num_tokens < tree.tokens_per_block:
-                self.partial_end = block
-                break
-            needed = tree.path_mask(len(self.path))
-            if self.whole == len(self.path) and block.covered & needed == needed:
-                self.whole += 1
-            self.path.append(block)
-            node = block
+        self.length += block.num_tokens
+        if block.num_tokens < tree.tokens_per_block:
+            self.partial_end = block
+            return
+        needed = tree.path_mask(len(self.path))
+        if self.whole == len(self.path) and block.covered & needed == needed:
+            self.whole += 1
+        self.path.append(block)
 
     def result(self, backoff: int) -> Match:
         limit = max(0, self.length - backoff)

@@ -17,6 +17,7 @@ from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.block import Block, RootBlock, as_block, subtree
+from kv_cache_manager_v2.reuse.key_index import KeyIndex
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 from kv_cache_manager_v2.reuse.sibling_trie import TrieNode
 from kv_cache_manager_v2.reuse.tokens import count_tokens
@@ -64,7 +65,7 @@ class RadixTree:
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
         self.path_mask_behind_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
-        self._index: dict[bytes, Block] | None = None  # by key; kept from the first look-up by key on
+        self._index: KeyIndex | None = None  # kept from the first look-up by key on
 
     def _path_mask_at(self, ordinal: int) -> int:
         mask = 0
@@ -94,15 +95,15 @@ class RadixTree:
     def roots(self) -> list[RootBlock]:
         return list(self._roots.values())
 
-    def find_key(self, key: bytes) -> Block | None:
-        """The block of a key. The first call computes the keys of all blocks, O(blocks); from then on O(1)."""
+    def find_key(self, key: bytes) -> list[Block]:
+        """The blocks of a key: one at most, unless the framing of the keys lets several share it.
+
+        The first call computes the keys of all blocks, O(blocks); later ones are O(1).
+        """
         index = self._index
         if index is None:
-            index = {}
-            for block in self.all_blocks():
-                index[block.block_key()] = block
-            self._index = index
-        return index.get(key)
+            index = self._index = KeyIndex(self.all_blocks())
+        return index.find(key)
 
     def all_blocks(self) -> list[Block]:
         """Every block but the roots, parents before children; O(blocks)."""
@@ -146,7 +147,7 @@ class RadixTree:
         self.num_blocks += 1
         self.clock += 1
         if self._index is not None:
-            self._index[block.block_key()] = block
+            self._index.add(block)
         return block
 
     def loose_block(self, ordinal: int, tokens: bytes) -> Block:
@@ -338,9 +339,7 @@ class RadixTree:
     def _tell_removed(self, block: Block) -> None:
         """Before the block's links are cut: its key still needs them."""
         if self._index is not None:
-            key = block.block_key()
-            if self._index.get(key) is block:  # a digest that imitates eight ids can give two blocks the same key
-                del self._index[key]
+            self._index.remove(block)
         if self.listener is not None:
             self.listener.block_removed(block)
 
@@ -378,11 +377,8 @@ class RadixTree:
             assert block.children is None or block.num_tokens == self.tokens_per_block, "a partial block has children"
             self._check_children(block)
             self._check_pages(block)
-            if self._index is not None:
-                listed = self._index.get(block.block_key())
-                assert listed is None or (listed.attached and listed.block_key() == block.block_key())
         if self._index is not None:
-            assert len(self._index) <= len(blocks), "the key index lists blocks that are gone"
+            self._index.check(blocks)
 
     def _check_children(self, block: Block) -> None:
         if block.children is not None:

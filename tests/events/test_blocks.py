@@ -18,7 +18,7 @@ A, B = digest(1), digest(2)
 
 def chain(tokens: list[Token], size: int, scope: ReuseScope | None = None) -> list[str]:
     """The hashes of a prompt's blocks, as the default algorithm gives them."""
-    return [key.hex() for _part, key in sequence_to_blockchain_keys(size, scope, tokens, "sha256")][1:]
+    return [key.hex() for _part, key in sequence_to_blockchain_keys(size, scope, tokens)][1:]
 
 
 def make(size: int, *kinds: tuple[str, int, int], offset: int | None = None) -> tuple[KVCacheEventManager, Cache]:

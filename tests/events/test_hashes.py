@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.events.hashes import short_hash, v1_block_hash
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
-from kv_cache_manager_v2.events.records import serialize_events
+from kv_cache_manager_v2.events.records import KVCacheEventDiff, serialize_events
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.events.helpers import brief, events_of, stored
+from tests.manager.helpers import Rig, small
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, Cache, Token, digest, toks
 
 # [1, 2, 3, 4] and then [5, 6], in blocks of 4
@@ -222,3 +224,45 @@ def test_nothing_is_hashed_before_the_flush() -> None:
     path = cache.store(toks(0, 6))
     assert [block.key for block in path] == [None, None, None]
     assert pack(toks(0, 2)).data == path[0].tokens
+
+
+@pytest.mark.parametrize("block_key_hash", ["blake3", "sha256"])
+def test_events_name_blocks_by_the_managers_keys(block_key_hash: str) -> None:
+    """Without `hash_algo` a key of the manager and the name in an event are the same, and the one finds the other."""
+    events = KVCacheEventManager(100)
+    with Rig(dataclasses.replace(small(4), block_key_hash=block_key_hash), events=events) as rig:
+        key = rig.manager.probe_first_new_block_key(None, toks(0, 4))
+        assert key is not None
+        rig.seed(toks(0, 4))
+        assert events.hash_algo == f"v2_{block_key_hash}"
+        assert brief(events_of(events)) == [("stored", 0, [key.hex()])]
+        events.add_updated_event(key, KVCacheEventDiff(0, 1), None, 0)
+        assert brief(events_of(events)) == [("updated", 0, (key.hex(), 0, 1))]
+
+
+def test_an_unknown_key_of_another_hash_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where manager and events were given different hashes, one warning says which; unknown keys are ignored."""
+    events = KVCacheEventManager(100, hash_algo="v2_sha256")
+    with Rig(small(4), events=events) as rig:
+        key = rig.manager.probe_first_new_block_key(None, toks(0, 4))
+        assert key is not None
+        rig.seed(toks(0, 4))
+        events_of(events)
+        for _ in range(2):
+            events.add_removed_event(key)
+            events.add_updated_event(key, KVCacheEventDiff(0, 1))
+    assert events_of(events) == []
+    [line] = [record.getMessage() for record in caplog.records if "set both to the same hash" in record.getMessage()]
+    assert "sha256 keys (hash_algo='v2_sha256'), the manager blake3" in line
+
+
+def test_one_default_event_manager_for_managers_of_two_hashes_is_refused() -> None:
+    """What it has said so far would be named differently from what follows."""
+    events = KVCacheEventManager(100)
+    with Rig(small(4), events=events) as rig:
+        rig.seed(toks(0, 4))
+        events_of(events)
+    with Rig(small(4), events=events):
+        pass  # as an engine does that builds its manager again
+    with pytest.raises(ConfigError, match="an event manager of its own"):
+        Rig(dataclasses.replace(small(4), block_key_hash="sha256"), events=events)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.events.mirror import EventMirror
 from kv_cache_manager_v2.events.records import (
     KVCacheCreatedData,
     KVCacheEvent,
@@ -102,15 +103,16 @@ def test_tokens_are_unpacked_when_read() -> None:
     assert packed.cache_salt is None
 
 
-def test_a_token_that_cannot_be_said_is_refused() -> None:
-    """There is one way to tell equal ids apart, the digest token."""
-    with pytest.raises(ConfigError, match="token_extra_id is 9"):
-        KVCacheStoredBlockData(1, [UniqueToken(1, 9)], 0, 35)
+@pytest.mark.parametrize("fields", [(1.5, 0), (None, 0), (b"a", 0), (1, "a"), (1, None)], ids=repr)
+def test_a_token_of_a_wrong_class_is_refused(fields: tuple[Any, Any]) -> None:
+    """A token id is an integer or a string, an extra id an integer."""
+    with pytest.raises(ConfigError, match="token_"):
+        KVCacheStoredBlockData(1, [UniqueToken(*fields)], 0, 35)
 
 
 def test_created_stored_removed_in_json() -> None:
     """The dictionaries that consumers parse: type names in every record, ids 0, 1, 2, algorithm and window."""
-    manager = KVCacheEventManager(10, window_size=128, attention_dp_rank=3)
+    manager = KVCacheEventManager(10, window_size=128, attention_dp_rank=3, hash_algo="v2_sha256")
     manager.add_created_event([4, 8])
     manager.add_stored_event(None, [block("aa", 1, DIGEST.hex(), mm_keys=[(DIGEST, 0, "item")])], 1)
     manager.add_removed_event(name for name in ["aa"])

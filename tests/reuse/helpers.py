@@ -112,10 +112,16 @@ class KeyNotes(Notes):
 class Cache:
     """A tree over a fake storage."""
 
-    def __init__(self, tokens_per_block: int, *kinds: tuple[str, int, int], listener: CacheListener | None = None) -> None:
+    def __init__(
+        self,
+        tokens_per_block: int,
+        *kinds: tuple[str, int, int],
+        listener: CacheListener | None = None,
+        block_key_hash: str = "blake3",
+    ) -> None:
         self.keeper = FakeKeeper()
         self.life_cycles = make_life_cycles(kinds, tokens_per_block)
-        self.tree = RadixTree(self.life_cycles, tokens_per_block, self.keeper, listener, make_block_keys("blake3"))
+        self.tree = RadixTree(self.life_cycles, tokens_per_block, self.keeper, listener, make_block_keys(block_key_hash))
 
     def store(
         self, tokens: Sequence[Token], scope: ReuseScope = EMPTY_SCOPE, without: Sequence[int] = (), snapshots: bool = True

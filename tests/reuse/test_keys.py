@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -117,7 +116,7 @@ BLAKE3_BLOCK_0: list[tuple[ReuseScope, list[Token], str]] = [
     (ReuseScope(lora_id=123), ONE_TO_SIX, "3251d7d6cc0619c639c3e31c154ffebfd41938fc24f87084fff7c46a4cb1b98d"),
     (ReuseScope(7, 11), ONE_TO_SIX, "bd8af4687818b520ce8e5054b7da5b233e12a24490d4a7f94ab4d26b006e6499"),
     (ReuseScope(salt=(1 << 63) + 5), toks(1, 5), "0c033d9159027be08d2b6b0c041030a3d5de5e6de36cf8edb00f4d4f9d0c0204"),
-    (ReuseScope(), WITH_DIGEST, "2749ae2431b5eec19a1b5bb521f9e7669955f99da1d16003051b4ebd9fef7280"),
+    (ReuseScope(), WITH_DIGEST, "4fb798023710d62049b9a5188bc49ea4cbb0b21b748fe7535c4ec0678ca3d3f9"),
 ]
 
 
@@ -132,7 +131,7 @@ def test_sha256_vectors(scope: ReuseScope, scope_hex: str, tokens: list[Token], 
 
 @pytest.mark.parametrize(("scope", "tokens", "expected"), BLAKE3_BLOCK_0)
 def test_blake3_vectors(scope: ReuseScope, tokens: list[Token], expected: str) -> None:
-    """BLAKE3 is the default, over the same framing."""
+    """BLAKE3 is the default; the mark before a digest is hashed too."""
     chain = list(sequence_to_blockchain_keys(4, scope, tokens))
     assert chain[1][1].hex() == expected
 
@@ -154,18 +153,43 @@ def test_front_end_ids_change_no_key() -> None:
 
 @pytest.mark.parametrize("with_digests", [False, True])
 def test_framing_token_by_token(with_digests: bool) -> None:
-    """A key is the hash of the parent's key and each token in turn: ids as 4 bytes, digests raw."""
+    """A key is the hash of the parent's key and each token in turn: ids as 4 bytes, digests raw (SHA-256) or marked (BLAKE3)."""
     tokens: list[Token] = toks(0, 258)
     if with_digests:
         for i in (0, 5, 6, 128, 257):
             tokens[i] = bytes([i % 256]) * 32
-    parent = sha256(b"\0").digest()
-    for part, key in itertools.islice(sequence_to_blockchain_keys(16, None, tokens, "sha256"), 1, None):
-        hasher = sha256(parent)
-        for token in part:
-            hasher.update(token if isinstance(token, bytes) else token.to_bytes(4, "little"))
-        assert key == hasher.digest()
-        parent = key
+    for name, mark in (("sha256", b""), ("blake3", b"\x00\x00\x00\x80")):
+        keys = make_block_keys(name)
+        parent = keys.digest(b"\0")
+        for part, key in itertools.islice(sequence_to_blockchain_keys(16, None, tokens, name), 1, None):
+            framed = [mark + token if isinstance(token, bytes) else token.to_bytes(4, "little") for token in part]
+            assert key == keys.digest(parent + b"".join(framed))
+            parent = key
+
+
+def test_a_digest_that_imitates_ids_has_a_key_of_its_own() -> None:
+    """By default no two blocks share a key, whatever the bytes of a digest; with SHA-256, as other systems frame it, they can."""
+    imitation = b"".join(n.to_bytes(4, "little") for n in range(1, 9))
+    prompts: list[list[Token]] = [
+        [*toks(1, 9), imitation],
+        [imitation, *toks(1, 9)],
+        [imitation, imitation],
+        toks(1, 9) + toks(1, 9),
+    ]
+    keys = [list(sequence_to_blockchain_keys(16, None, tokens))[1][1] for tokens in prompts]
+    assert len(set(keys)) == len(prompts)
+    assert len({list(sequence_to_blockchain_keys(16, None, tokens, "sha256"))[1][1] for tokens in prompts}) == 1
+
+
+@pytest.mark.parametrize("name", ["blake3", "sha256"])
+def test_keys_of_prefixes(name: str) -> None:
+    """The keys of a block's prefixes are those of blocks of these tokens."""
+    keys = make_block_keys(name)
+    parent = keys.root_key(ReuseScope())
+    sequence = pack([1, D, 1002, D, 4, 5])
+    ends = [sequence.byte_offset(n) for n in (1, 2, 4, 6)]
+    assert keys.prefix_keys(parent, sequence.data, ends) == [keys.block_key(parent, sequence.data[:end]) for end in ends]
+    assert keys.prefix_keys(parent, sequence.data, []) == []
 
 
 def test_carriers_agree() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kv_cache_manager_v2.errors import LogicError
@@ -454,31 +456,36 @@ class TestKeys:
         cache = Cache(4, FULL)
         path = cache.store(toks(0, 6))
         keys = [block.block_key() for block in path]
-        assert [cache.tree.find_key(key) for key in keys] == path
+        assert [cache.tree.find_key(key) for key in keys] == [[block] for block in path]
         longer = cache.store(toks(0, 12))
-        assert cache.tree.find_key(keys[0]) is path[0]
-        assert cache.tree.find_key(keys[1]) is None
-        assert cache.tree.find_key(longer[2].block_key()) is longer[2]
+        assert cache.tree.find_key(keys[0]) == [path[0]]
+        assert cache.tree.find_key(keys[1]) == []
+        assert cache.tree.find_key(longer[2].block_key()) == [longer[2]]
         key = longer[2].block_key()
         cache.lose(longer[1])
-        assert cache.tree.find_key(key) is None
+        assert cache.tree.find_key(key) == []
         cache.tree.clear()
-        assert cache.tree.find_key(keys[0]) is None
-        assert cache.tree.find_key(b"no key") is None
+        assert cache.tree.find_key(keys[0]) == []
+        assert cache.tree.find_key(b"no key") == []
 
-    def test_blocks_of_equal_keys_do_no_harm(self) -> None:
-        """A digest that is no hash, made to look like eight ids, can give two blocks one key: the tree still tells them apart."""
-        cache = Cache(4, FULL)
+    @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+    @pytest.mark.parametrize("asked_first", [True, False])
+    def test_blocks_of_equal_keys_do_not_hide_each_other(self, order: tuple[int, ...], asked_first: bool) -> None:
+        """With SHA-256 a digest made to look like eight ids gives several blocks one key: each is found until it is dropped."""
+        cache = Cache(4, FULL, block_key_hash="sha256")
+        if asked_first:
+            assert cache.tree.find_key(b"") == []
         imitation = bytes(32)
-        [first] = cache.store([0, 0, imitation, 0])
-        [second] = cache.store([0, 0, 0, imitation])
-        assert first.block_key() == second.block_key()
-        assert cache.tree.find_key(first.block_key()) in (first, second)
-        third = cache.store([0, imitation, 0, 0])[0]
-        cache.tree.check_invariants()
-        for block in (second, third, first):
-            cache.lose(block)
-        assert cache.tree.find_key(first.block_key()) is None
+        prompts: list[list[Token]] = [[0, 0, imitation, 0], [0, 0, 0, imitation], [0, imitation, 0, 0]]
+        blocks = [cache.store(tokens)[0] for tokens in prompts]
+        key = blocks[0].block_key()
+        assert {block.block_key() for block in blocks} == {key}
+        left = list(blocks)
+        assert set(cache.tree.find_key(key)) == set(left)
+        for index in order:
+            cache.lose(blocks[index])
+            left.remove(blocks[index])
+            assert set(cache.tree.find_key(key)) == set(left)
         assert cache.tree.num_blocks == 0
 
     def test_a_removed_block_keeps_its_key_for_the_listener(self) -> None:

@@ -3,7 +3,7 @@ from typing import Final
 from mypy_extensions import i16, u8
 
 from kv_cache_manager_v2.events.hashes import HashedBlock
-from kv_cache_manager_v2.events.records import BlockHash, KVCacheStoredBlockData, MmKey
+from kv_cache_manager_v2.events.records import MmKey
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 
@@ -18,6 +18,7 @@ class EventBlock(HashedBlock):
     groups: int
     item: bytes | None
     item_known: bool
+    waiting: bool
 
     def __init__(self, parent: EventBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None: ...
     def state(self, group: int) -> int: ...
@@ -33,13 +34,6 @@ class EventRecord:
     group: i16
 
     def __init__(self, kind: int, event_block: EventBlock, block: Block, group: int, level: int, priority: int) -> None: ...
-
-class StoredRun:
-    blocks: list[KVCacheStoredBlockData]
-    last_block: EventBlock | None
-    last_hash: BlockHash | None
-
-    def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None: ...
 
 def pack_state(level: int, priority: int) -> int: ...
 def level_in(state: int) -> int: ...

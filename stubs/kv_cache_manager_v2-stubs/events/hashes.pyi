@@ -1,12 +1,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 
 V1_BLOCK_KEY: Final = "v1_block_key"
 HASH_ALGORITHMS: Final = ("v1_block_key", "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
+
+BlockName: TypeAlias = int | bytes
 
 class HashedBlock:
     parent: HashedBlock | None
@@ -26,6 +28,10 @@ class BlockHashes(ABC):
     def __init__(self, algorithm: str, keys: BlockKeys) -> None: ...
     @abstractmethod
     def hash_of(self, block: HashedBlock) -> BlockHash: ...
+    @abstractmethod
+    def name_of(self, block: HashedBlock) -> BlockName: ...
+    @property
+    def names_are_keys(self) -> bool: ...
     @property
     def needs_keys(self) -> bool: ...
     def key_of(self, block: HashedBlock) -> bytes: ...

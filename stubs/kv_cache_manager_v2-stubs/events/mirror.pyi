@@ -1,14 +1,16 @@
 from collections.abc import Iterable, Sequence
 
 from kv_cache_manager_v2.events.records import NO_GROUP as NO_GROUP
-from kv_cache_manager_v2.events.records import BlockHash, EventSnapshot, KVCacheEvent
+from kv_cache_manager_v2.events.records import BlockHash, EventSnapshot, KVCacheEvent, UniqueToken
 
 class MirroredBlock:
     parent_hash: BlockHash | None
-    packed_tokens: bytes
+    content: bytes | tuple[UniqueToken, ...]
     levels: dict[int, int]
 
-    def __init__(self, parent_hash: BlockHash | None, packed_tokens: bytes) -> None: ...
+    def __init__(self, parent_hash: BlockHash | None, content: bytes | tuple[UniqueToken, ...]) -> None: ...
+    @property
+    def packed_tokens(self) -> bytes: ...
 
 class EventMirror:
     blocks: dict[BlockHash, MirroredBlock]
