@@ -24,7 +24,7 @@ class GuardedListener(CacheListener):
         self._interrupt: BaseException | None = None  # the first one that no call has raised yet
 
     def attached(self, block_key_hash: str) -> None:
-        self._behind.attached(block_key_hash)
+        self._listener.attached(block_key_hash)
 
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
         self.telling = True

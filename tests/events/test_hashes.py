@@ -251,7 +251,7 @@ def test_an_unknown_key_of_another_hash_is_said_once(caplog: pytest.LogCaptureFi
         for _ in range(2):
             events.add_removed_event(key)
             events.add_updated_event(key, KVCacheEventDiff(0, 1))
-    assert events_of(events) == []
+        assert events_of(events) == []
     [line] = [record.getMessage() for record in caplog.records if "set both to the same hash" in record.getMessage()]
     assert "sha256 keys (hash_algo='v2_sha256'), the manager blake3" in line
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
-from kv_cache_manager_v2.events.mirror import EventMirror
 from kv_cache_manager_v2.events.records import (
     KVCacheCreatedData,
     KVCacheEvent,
