@@ -77,7 +77,7 @@ def serve(schedule: str, requests: int, folder: str, handles_return: bool, colde
                     raise Found(f"a lone request is refused: {cache.last_shortage}")
                 driver.launch(stream, _nothing)
                 cache.commit(tokens[cache.num_committed_tokens :])
-                if number % 16 == 0:
+                if colder and number % 16 == 0:
                     cache.suspend()
                     cache.prefetch(1)
             driver.destroy_stream(stream)
