@@ -118,3 +118,35 @@ def test_a_listener_that_calls_the_manager_is_refused() -> None:
         listener.every = 1 << 30
     assert len(refused) == 2
     assert "listener must not call" in refused[0]
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7])
+def test_an_interrupt_in_a_listener_waits_for_the_end_of_the_call(every: int, interrupt: type[BaseException]) -> None:
+    """The change that was told is finished, and then the interrupt goes on: once, from the call that told it."""
+
+    def stop() -> None:
+        raise interrupt
+
+    listener = Faulty(every, stop)
+    with Rig(small(10, kinds=["full", (6, 0)], host_slots=6), events=listener, engine=False) as rig:
+        interrupts = 0
+        for number in range(30):
+            cache = rig.create()
+            tokens = toks(10 * number, 10 * number + 8)
+            steps: list[Callable[[], object]] = [
+                lambda cache=cache: cache.resume(rig.stream),  # type: ignore[misc]
+                lambda cache=cache: cache.resize(8),  # type: ignore[misc]
+                lambda cache=cache, tokens=tokens: cache.commit(tokens),  # type: ignore[misc]
+                cache.close,
+            ]
+            for step in steps:
+                try:
+                    step()
+                except interrupt:
+                    interrupts += 1
+            assert cache.committed_tokens == tokens
+            rig.manager.check_invariants()
+        assert interrupts > 5
+        assert rig.manager.poison_reason() is None
+        listener.every = 1 << 30

@@ -1,0 +1,305 @@
+"""What an unexpected exception leaves: a whole manager, or one that says that it is poisoned and why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kv_cache_manager_v2 import CorruptedError, KVCacheError, KVCacheManager, LogicError, commit_batch, resize_batch
+from tests.hunt.devices import Strange
+from tests.manager.helpers import GPU, GRAIN, toks
+from tests.manager.test_any_exception import Scene, scene_of
+
+
+def break_pins(scene: Scene) -> None:
+    """A fault: a block is counted as used by a request that does not exist."""
+    block = scene.manager.shared.tree.all_blocks()[0]
+    block.pins += 1
+
+
+def refuse(scene: Scene, fault: Callable[[Scene], None] | None, error: BaseException) -> None:
+    """Have the next device call raise, with a fault in the structures if one is given."""
+
+    def raised() -> BaseException:
+        if fault is not None:
+            fault(scene)
+        return error
+
+    scene.device.orders = [(scene.device.calls, scene.device.calls + 1, raised)]
+
+
+def poison(scene: Scene) -> None:
+    refuse(scene, break_pins, Strange("of a kind that is unknown"))
+    with pytest.raises(Strange):
+        scene.active.suspend()
+    scene.device.heal()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return scene_of("window", tmp_path, "")
+
+
+def test_every_call_names_the_first_cause(scene: Scene) -> None:
+    """All but questions and shutdown: a step inside a block too, which takes no lock. Questions answer as far as they can."""
+    active = scene.active
+    manager = scene.manager
+    length = active.capacity
+    poison(scene)
+    reason = manager.poison_reason()
+    assert reason is not None
+    assert "suspend() was left by Strange: of a kind that is unknown" in reason
+    calls: list[Callable[[], object]] = [
+        lambda: active.resize(length + 1),
+        lambda: active.commit([5006]),
+        lambda: resize_batch([active], [length + 1]),
+        lambda: commit_batch([active], [5006]),
+        active.suspend,
+        active.stop_committing,
+        active.fork,
+        active.close,
+        lambda: scene.suspended.resume(scene.stream),
+        lambda: scene.suspended.prefetch(GPU),
+        manager.create_kv_cache,
+        manager.adjust,
+        manager.check_invariants,
+        lambda: manager.resize(GPU, GRAIN),
+    ]
+    for call in calls:
+        with pytest.raises(CorruptedError, match="Strange"):
+            call()
+    assert manager.probe_reuse(None, toks(0, 8)) == 8
+    assert manager.num_open_caches == 3
+    assert manager.get_storage_statistics()
+    assert manager.poison_reason() == reason
+    manager.shutdown()
+    assert not scene.leaks()
+    active.close()
+
+
+def test_a_second_fault_keeps_the_first_cause(scene: Scene) -> None:
+    """What follows from the first one says less."""
+    poison(scene)
+    reason = scene.manager.poison_reason()
+    scene.manager.shared.corrupt("something later")
+    assert scene.manager.poison_reason() == reason
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), Strange(), ValueError()])
+def test_an_exception_that_broke_nothing_poisons_nothing(scene: Scene, error: BaseException) -> None:
+    """It goes on to the caller, and the manager serves."""
+    refuse(scene, None, error)
+    with pytest.raises(type(error)):
+        scene.active.suspend()
+    scene.device.heal()
+    assert scene.manager.poison_reason() is None
+    assert scene.active.is_active
+    scene.active.suspend()
+    scene.finish()
+
+
+def test_typed_errors_are_not_audited(scene: Scene) -> None:
+    """A refusal in words has changed nothing by construction: it costs no walk over all structures."""
+    break_pins(scene)
+    with pytest.raises(LogicError):
+        scene.active.resume(scene.stream)
+    assert scene.manager.poison_reason() is None
+    scene.manager.shared.tree.all_blocks()[0].pins -= 1
+    scene.finish()
+
+
+def test_clearing_ends_the_poison(scene: Scene) -> None:
+    """Only once no cache is open and the cleared manager is consistent; then it serves as before."""
+    manager = scene.manager
+    suspended, scene.opened = scene.opened, []
+    for cache in suspended:
+        cache.close()
+    assert manager.take_poison() is None
+    refuse(scene, break_pins, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        manager.resize(GPU, 2 * GRAIN)
+    scene.device.heal()
+    with pytest.raises(LogicError, match="clear_reusable_blocks"):
+        manager.take_poison()
+    manager.clear_reusable_blocks()
+    with pytest.raises(CorruptedError):
+        manager.create_kv_cache()
+    reason = manager.take_poison()
+    assert reason is not None
+    assert "KeyboardInterrupt" in reason
+    assert manager.poison_reason() is None
+    scene.start(toks(0, 10), 8)
+    scene.finish()
+
+
+def test_clearing_needs_closed_caches(scene: Scene) -> None:
+    """A poisoned manager does not close them: what they hold is in doubt. It can only be shut down."""
+    poison(scene)
+    with pytest.raises(LogicError, match="open"):
+        scene.manager.clear_reusable_blocks()
+    scene.manager.shutdown()
+
+
+def test_an_interrupt_of_the_audit_leaves_it_to_the_next_call(scene: Scene) -> None:
+    """A second Ctrl-C while the first one's damage is looked for: the next call looks first."""
+    manager = scene.manager
+    manager.shared.running = "suspend()"  # as it is left then
+    break_pins(scene)
+    with pytest.raises(CorruptedError, match=r"suspend\(\) was left by an exception"):
+        scene.active.resize(20)
+    manager.shutdown()
+
+
+def test_a_call_that_was_cut_short_without_damage_is_no_poison(scene: Scene) -> None:
+    """The next call audits, finds nothing, and goes on."""
+    scene.manager.shared.running = "suspend()"
+    assert scene.active.resize(12)
+    scene.manager.shared.running = "suspend()"
+    assert scene.manager.probe_reuse(None, toks(0, 8)) == 8
+    assert scene.manager.poison_reason() is None
+    scene.finish()
+
+
+def test_a_question_in_another_thread_is_answered(scene: Scene) -> None:
+    """The lock is free after an interrupt, poisoned or not."""
+    poison(scene)
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(scene.manager.probe_reuse(None, toks(0, 8))))
+    thread.start()
+    thread.join(20)
+    assert got == [8]
+    scene.manager.shutdown()
+
+
+# --- shutdown and `with`
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Strange()])
+def test_with_shows_the_exception_of_its_block(scene: Scene, error: BaseException) -> None:
+    """Whatever fails while the manager ends is logged; all memory is freed."""
+
+    def block() -> None:
+        with scene.manager:
+            poison(scene)
+            raise error
+
+    with pytest.raises(type(error)):
+        block()
+    assert not scene.leaks()
+
+
+def test_with_shuts_down_although_a_close_fails(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """The request ends with the manager."""
+
+    def block() -> None:
+        with scene.manager:
+            refuse(scene, None, ValueError("no close"))
+            raise Strange
+
+    with pytest.raises(Strange):
+        block()
+    assert not scene.leaks()
+    assert "no close" in caplog.text
+
+
+def test_with_over_a_cache_shows_the_exception_of_its_block(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """close() is refused by the poisoned manager, which is logged."""
+
+    def block() -> None:
+        with scene.active:
+            refuse(scene, break_pins, Strange())
+            scene.active.suspend()
+
+    with pytest.raises(Strange):
+        block()
+    scene.device.heal()
+    assert "could not be closed" in caplog.text
+    with pytest.raises(CorruptedError), scene.active:
+        pass
+    scene.manager.shutdown()
+
+
+@pytest.mark.xfail(strict=False, reason="close() of the storage cannot be tried again yet")
+def test_a_shutdown_that_the_device_refuses_can_be_tried_again(scene: Scene) -> None:
+    """Nothing else can be called then but questions; the one that succeeds has freed everything."""
+    for cache in scene.opened:
+        cache.close()
+    manager = scene.manager
+    scene.device.orders = [(scene.device.calls + 1, scene.device.calls + 2, Strange)]  # its second device call
+    with pytest.raises(Strange):
+        manager.shutdown()
+    scene.device.heal()
+    with pytest.raises(LogicError, match="shutdown"):
+        manager.create_kv_cache()
+    assert manager.get_storage_statistics()
+    manager.shutdown()
+    assert not scene.leaks()
+    manager.shutdown()
+    with pytest.raises(LogicError, match="has been shut down"):
+        manager.create_kv_cache()
+
+
+def test_others_are_served_while_shutdown_waits_for_the_device(scene: Scene) -> None:
+    """The wait is over before the lock is taken."""
+    for cache in scene.opened:
+        cache.close()
+    manager = scene.manager
+    waiting = threading.Event()
+    answers: list[object] = []
+    synchronize = scene.device.inner.synchronize
+
+    def slow() -> BaseException:
+        waiting.set()
+        asking.join(20)
+        synchronize()
+        return KVCacheError("late")
+
+    def ask() -> None:
+        waiting.wait(20)
+        answers.append(manager.probe_reuse(None, toks(100, 108)))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    scene.device.orders = [(scene.device.calls, scene.device.calls + 1, slow)]
+    with pytest.raises(KVCacheError, match="late"):
+        manager.shutdown()
+    assert len(answers) == 1
+    scene.device.heal()
+    manager.shutdown()
+
+
+def test_a_shutdown_inside_a_call_is_refused(scene: Scene) -> None:
+    """By a driver, a listener or a callback: the call that asks it goes on."""
+    refusals: list[str] = []
+
+    def call_back() -> BaseException:
+        try:
+            scene.manager.shutdown()
+        except LogicError as error:
+            refusals.append(str(error))
+        return Strange()
+
+    scene.device.orders = [(scene.device.calls, scene.device.calls + 1, call_back)]
+    with pytest.raises(Strange):
+        scene.active.suspend()
+    scene.device.heal()
+    assert len(refusals) == 1
+    scene.finish()
+
+
+def test_a_construction_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """Whatever raises, at any device call, or in the engine's clock."""
+
+    def broken_clock() -> float:
+        raise Strange
+
+    scene = scene_of("window", tmp_path, "")
+    config = scene.manager.init_config
+    scene.finish()
+    before = scene.device.inner.leaks()
+    with pytest.raises(Strange):
+        KVCacheManager(config, driver=scene.device, clock=broken_clock)
+    assert scene.device.inner.leaks() == before
