@@ -86,6 +86,11 @@ def clear_range(address: int, nbytes: int) -> None:
     _map(address, nbytes, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
 
 
+def zero_range(address: int, nbytes: int) -> None:
+    """Replace what is mapped there by zeros that can be read and written; they take memory once they are touched."""
+    _map(address, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
+
+
 def allow_access(address: int, nbytes: int) -> None:
     """Make a part of a reserved range readable and writable; it reads as zeros where it was never written."""
     if int(_libc.mprotect(address, nbytes, _PROT_READ_WRITE)) != 0:

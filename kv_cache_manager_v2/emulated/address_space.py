@@ -20,6 +20,7 @@ from kv_cache_manager_v2.device.os_memory import (
     reserve_range,
     round_up,
     unmap_range,
+    zero_range,
 )
 from kv_cache_manager_v2.errors import LogicError
 
@@ -97,6 +98,8 @@ class _Reservation:
         self.address = address
         self.nbytes = nbytes
         self.mapped = 0  # bytes in mapped chunks
+        self.views = 0  # arrays of the process over it that are alive
+        self.released = False
 
 
 class _Mapping:
@@ -120,6 +123,7 @@ class AddressSpace:
         self.chunks: dict[int, int] = {}  # handle -> bytes
         self.host_ranges: dict[int, int] = {}  # address -> bytes
         self._reservations: dict[int, _Reservation] = {}  # by address
+        self._viewed: dict[int, _Reservation] = {}  # by number; with views, released or not
         self._mappings: dict[int, _Mapping] = {}  # by address
         self._mapped_chunks: dict[int, int] = {}  # chunk -> address of its mapping
         self._mapped = RangeSet()  # all mapped chunks, accessible or not
@@ -152,8 +156,38 @@ class AddressSpace:
         if found.mapped:
             raise LogicError(f"release_reservation: {format_bytes(found.mapped)} still mapped in {self._name(found)}")
         del self._reservations[address]
-        unmap_range(address, nbytes + PAGE_BYTES)
+        self._free(found)
         self._past.append((address, address + nbytes, f"a freed reservation #{found.number}"))
+
+    def _free(self, reservation: _Reservation) -> None:
+        """Give a range back to the operating system, once no view of it is alive."""
+        reservation.released = True
+        if reservation.views == 0:
+            unmap_range(reservation.address, reservation.nbytes + PAGE_BYTES)
+
+    def add_view(self, address: int) -> int:
+        """An array over the reservation at this address is made; its number, for `end_view` when the array is gone.
+
+        What the array sees stays readable and writable: zeros where no chunk is mapped any more, never a crash. 0 for memory
+        that is not the device's.
+        """
+        found = self._reservation_of(address, 1)
+        if found is None:
+            return 0
+        found.views += 1
+        self._viewed[found.number] = found
+        return found.number
+
+    def end_view(self, number: int) -> None:
+        """May be called by a finaliser, at any time."""
+        viewed = self._viewed.get(number)
+        if viewed is None:
+            return
+        viewed.views -= 1
+        if viewed.views == 0:
+            del self._viewed[number]
+            if viewed.released:
+                self._free(viewed)
 
     def create_chunk(self, nbytes: int) -> int:
         if nbytes <= 0 or nbytes % self.granularity:
@@ -188,7 +222,10 @@ class AddressSpace:
 
     def unmap(self, address: int, nbytes: int) -> None:
         mapping = self._mapping_at("unmap", address, nbytes)
-        clear_range(address, nbytes)
+        if mapping.owner.views > 0:
+            zero_range(address, nbytes)
+        else:
+            clear_range(address, nbytes)
         if mapping.accessible:
             self.usable.remove(address, address + nbytes)
         self._mapped.remove(address, address + nbytes)
@@ -316,7 +353,7 @@ class AddressSpace:
     def clear(self) -> None:
         """Give everything back to the operating system; registered host memory is its owner's."""
         for reservation in self._reservations.values():
-            unmap_range(reservation.address, reservation.nbytes + PAGE_BYTES)
+            self._free(reservation)
         self._reservations = {}
         self._mappings = {}
         self._mapped_chunks = {}

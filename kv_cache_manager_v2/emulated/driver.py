@@ -74,7 +74,7 @@ class EmulatedDriver(IdentifyingDriver):
                 self._schedule = EagerSchedule(self._tally, calls)
             else:
                 self._schedule = RandomSchedule(self._tally, calls, self.seed)
-        self._space = AddressSpace(GRANULARITY)
+        self._space = self.memory = AddressSpace(GRANULARITY)  # `memory` is internal: views that `extras` makes are noted there
         self._failures = FaultPlan(CALLS)
         self._hangs = FaultPlan(FILE_CALLS)
         self._queues: dict[int, StreamQueue] = {}  # by stream handle; handles are never used twice

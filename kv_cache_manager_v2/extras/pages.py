@@ -2,7 +2,7 @@
 
 Rule: a view is memory that the manager owns, seen through the engine's eyes; nothing is copied and nothing is owned. Page i is at
 base + stride * i for every page index i below `num_pages`, in the SHARED way of counting, which is what a page index converter
-gives by default. A view is for the manager's present size: after a resize, make it again; after shutdown, do not touch it.
+gives by default. A view is for the manager's present size: make it again after a resize.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.cuda import CudaDriver
@@ -42,6 +44,7 @@ class PageMemory(NamedTuple):
     stride: int  # bytes of a page, and from one page to the next
     num_pages: int  # from page 0 to the pool's end, those of other layers in between included
     cuda_device: int | None  # ordinal of the GPU that they are on; None: on the emulated device, in this process's memory
+    emulated: AddressSpace | None = None  # of the emulated device
 
     @property
     def nbytes(self) -> int:
@@ -49,9 +52,15 @@ class PageMemory(NamedTuple):
         return self.stride * self.num_pages
 
     def host_bytes(self) -> memoryview:
-        """The bytes themselves, on the emulated device only."""
-        assert self.cuda_device is None
-        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.base)).cast("B")
+        """The bytes themselves, on the emulated device only.
+
+        After a smaller resize or `shutdown()` they are old or zero, for as long as an array over them is alive.
+        """
+        assert self.emulated is not None
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.base)
+        number = self.emulated.add_view(self.base)
+        weakref.finalize(memory, self.emulated.end_view, number).atexit = False  # type: ignore[misc]
+        return memoryview(memory).cast("B")
 
 
 def locate_pages(
@@ -72,13 +81,15 @@ def locate_pages(
             f"give a shape and dtype that make {stride}"
         )
     driver = manager.driver
+    memory: AddressSpace | None = None
     if isinstance(driver, CudaDriver):
         device: int | None = driver.device
     elif isinstance(driver, EmulatedDriver):
         device = None
+        memory = driver.memory
     else:
         raise ConfigError(
             f"the manager's driver is a {type(driver).__name__}: only CudaDriver and EmulatedDriver have known memory"
         )
     base = manager.get_mem_pool_base_address(layer_id, role, PageIndexMode.SHARED)
-    return PageMemory(base, stride, manager.get_page_index_upper_bound(layer_id, role), device)
+    return PageMemory(base, stride, manager.get_page_index_upper_bound(layer_id, role), device, memory)

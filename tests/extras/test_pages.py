@@ -17,7 +17,7 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.arrays import pool_array
 from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.extras.pages import locate_pages
-from kv_cache_manager_v2.ids import DataRole, LayerId, PageIndexMode
+from kv_cache_manager_v2.ids import GPU_LEVEL, DataRole, LayerId, PageIndexMode
 from tests.extras.cuda_standin import StandIn
 from tests.manager.engine import base_indices
 from tests.manager.helpers import attention, model
@@ -220,4 +220,29 @@ class TestRealManager:
         tensor[-1] = 0.5
         assert array[-1].tobytes() == np.full(2048, 0.5, np.float16).tobytes()
         manager.shutdown()
+        driver.close()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "resize", "drop"])
+def test_a_view_that_is_out_of_date_can_be_touched(end: str) -> None:
+    """Old or empty bytes, never a crash: what it saw stays mapped until the last view is gone."""
+    driver = EmulatedDriver()
+    manager = KVCacheManager(model([attention(3, 64)], gpu=4 << 20), driver=driver)
+    views = [pool_array(manager, LAYER, KEY, np.int32, (16,)), pool_array(manager, LAYER, KEY, np.int32, (16,))]
+    views[0][:] = 7
+    if end == "shutdown":
+        manager.shutdown()
+    elif end == "resize":
+        assert manager.resize(GPU_LEVEL, 2 << 20)
+    else:
+        manager.shutdown()
+        driver.close()
+    part = views[0][3:]
+    views.clear()
+    assert set(np.unique(part)) <= {0, 7}
+    part[:] = 9
+    assert (part == 9).all()
+    manager.shutdown()
+    if end != "drop":
+        assert not driver.leaks()
         driver.close()

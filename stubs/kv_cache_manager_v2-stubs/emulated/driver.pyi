@@ -14,6 +14,7 @@ DEFAULT_TIMEOUT_CALLS: Final = 1000
 class EmulatedDriver(IdentifyingDriver):
     schedule_name: str
     seed: int
+    memory: object
 
     def __init__(
         self,
