@@ -59,7 +59,7 @@ class PageMemory(NamedTuple):
         assert self.emulated is not None
         memory = (ctypes.c_ubyte * self.nbytes).from_address(self.base)
         number = self.emulated.add_view(self.base)
-        weakref.finalize(memory, self.emulated.end_view, number).atexit = False  # type: ignore[misc]
+        weakref.finalize(memory, self.emulated.end_view, number).atexit = False
         return memoryview(memory).cast("B")
 
 
