@@ -57,6 +57,7 @@ def make_config(shape: ModelShape, disk_path: str) -> KVCacheManagerConfig:
         layer_configs(shape, TOKENS_PER_BLOCK),
         typical_step=BatchDesc([KVCacheDesc(512, 480)] * 4),
         commit_min_snapshot=bool(shape.recurrent),
+        commit_stats_on_close=True,
     )
 
 

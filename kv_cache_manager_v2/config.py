@@ -30,7 +30,14 @@ _WINDOW: Final = "sliding_window_size"
 _SINKS: Final = "num_sink_tokens"
 _RATIO: Final = "initial_pool_ratio"
 _KEY_HASH: Final = "block_key_hash"
-_FLAGS: Final = ("enable_partial_reuse", "commit_min_snapshot", "enable_stats", "text_only", "strict_quota")
+_FLAGS: Final = (
+    "enable_partial_reuse",
+    "commit_min_snapshot",
+    "enable_stats",
+    "commit_stats_on_close",
+    "text_only",
+    "strict_quota",
+)
 
 
 # The checks read and write fields by name: whatever a user assigned is an `object` until it was checked, also where the compiled
@@ -331,6 +338,7 @@ class KVCacheManagerConfig:
     block_key_hash: str = "blake3"  # hash of the block keys that the outside sees: "blake3" or "sha256"
     strict_quota: bool = False  # a quota below its minimum is an error instead of being raised
     miss_history: int = 0  # drops that are remembered, for `explain_miss`; each costs the key of what is dropped
+    commit_stats_on_close: bool = False  # a request that closes commits its counts; else they are lost unless it did so before
 
     def __post_init__(self) -> None:
         self.validate()

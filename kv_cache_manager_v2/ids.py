@@ -35,9 +35,9 @@ class CacheTier(IntEnum):
 class PageStatus(IntEnum):
     """What may be done to a page; read off its two counters, never stored."""
 
-    LOCKED = 0  # on the GPU and immovable: a running request uses it
-    HELD = 1  # may move to a colder level, may not be dropped: a suspended request needs it
-    DROPPABLE = 2  # may be moved or dropped: only the reuse tree knows it
+    LOCKED = 1  # on the GPU and immovable: a running request uses it
+    HELD = 2  # may move to a colder level, may not be dropped: a suspended request needs it
+    DROPPABLE = 3  # may be moved or dropped: only the reuse tree knows it
 
 
 class PageIndexMode(Enum):

@@ -16,7 +16,7 @@ from kv_cache_manager_v2.arguments import at_least, flag, instance, request_id, 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
-from kv_cache_manager_v2.request import batch, beams, growth, planned_drop, residency, scratch, upkeep
+from kv_cache_manager_v2.request import batch, beams, counts, growth, planned_drop, residency, scratch
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
 from kv_cache_manager_v2.request.block_table import BlockTable
@@ -368,12 +368,12 @@ class KVCache:
         Zero for dummies, and while nobody counts: `enable_stats` of the manager and `enable_request_stats` of the cache are off.
         """
         with self._shared.lock, Call(self._shared, "commit_pending_stats()"):
-            return upkeep.commit_stats(self._state)
+            return counts.commit_stats(self._state)
 
     def discard_pending_stats(self) -> None:
         """Forget what was counted since the last commit."""
         with self._shared.lock, Call(self._shared, "discard_pending_stats()"):
-            upkeep.discard_stats(self._state)
+            counts.discard_stats(self._state)
 
     # --- page indices
 

@@ -111,7 +111,7 @@ class KVCacheManager(ManagerViews):
             keys = make_block_keys(config.block_key_hash)
             tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, guarded if history is None else history, keys)
             tuner = Tuner(layout, config, sizings, now)
-            ledger = StatisticsLedger(config.enable_stats, layout, hierarchy)
+            ledger = StatisticsLedger(config.enable_stats, config.commit_stats_on_close, layout, hierarchy)
             debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
             shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, debug, given is None)
         except BaseException:

@@ -5,6 +5,8 @@ Rule: nothing here changes a cache or moves a page; readings that reset a counte
 
 from __future__ import annotations
 
+import warnings
+
 from kv_cache_manager_v2.arguments import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -169,10 +171,19 @@ class ManagerViews:
         with self._shared.lock:
             return {LifeCycleId(index): delta for index, delta in self._ledger.take_iteration().items()}
 
-    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
+    def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
         """Look-ups of snapshots since the last call."""
         with self._shared.lock:
             return {LifeCycleId(index): delta for index, delta in self._ledger.take_snapshots().items()}
+
+    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
+        """The old name of `get_and_reset_ssm_snapshot_iteration_stats`, for one release."""
+        warnings.warn(
+            "get_and_reset_iteration_ssm_snapshot_stats() is now get_and_reset_ssm_snapshot_iteration_stats()",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.get_and_reset_ssm_snapshot_iteration_stats()
 
     def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
         """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
@@ -233,24 +244,24 @@ class ManagerViews:
     def mark_stats_dirty(self, id: object) -> None:
         """Note that a request has counts to commit. None is ignored."""
         number = request_id(id)
-        if number is not None and number not in self._ledger.excluded:
-            self._ledger.dirty.add(number)
+        if number is not None:
+            self._ledger.mark_dirty(number, None)
 
     def clear_stats_dirty(self, id: object) -> None:
         number = request_id(id)
         if number is not None:
-            self._ledger.dirty.discard(number)
+            self._ledger.clear_dirty(number)
 
     def get_dirty_stats_kv_cache_ids(self) -> set[int]:
         """Ids of the requests that have counts to commit. A copy."""
-        return set(self._ledger.dirty)
+        return self._ledger.dirty_ids()
 
     def mark_stats_excluded(self, id: object) -> None:
         """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
         number = request_id(id)
         if number is not None:
             self._ledger.excluded.add(number)
-            self._ledger.dirty.discard(number)
+            self._ledger.clear_dirty(number)
 
     def clear_stats_excluded(self, id: object) -> None:
         number = request_id(id)

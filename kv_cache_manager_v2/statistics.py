@@ -1,13 +1,14 @@
-"""Records of what was counted: the deltas that an engine reads, and the tables to which rooms add.
+"""Records of what was counted: the deltas that an engine reads, and the tables that the manager adds to.
 
-Rule: adding is a few integer additions where the change happens. Nothing here reads a clock or knows who asks; readers take
-differences. Blocks are counted per attention life cycle and beam: one block of a model with two life cycles counts twice.
+Rule: counting is a few integer additions where the change happens. Nothing here reads a clock; readers take differences. Blocks are
+counted per attention life cycle and beam: one block of a model with two life cycles counts twice.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from mypy_extensions import mypyc_attr
 
@@ -15,6 +16,25 @@ from kv_cache_manager_v2.arguments import instance, whole
 from kv_cache_manager_v2.errors import ConfigError
 
 _Delta = TypeVar("_Delta", bound="StatsDelta")
+
+# The fields of KVCacheIterationStatsDelta that records of other engines have too, in their order.
+ITERATION_FIELDS: Final = (
+    "iter_alloc_total_blocks",
+    "iter_alloc_new_blocks",
+    "iter_reused_blocks",
+    "iter_full_reused_blocks",
+    "iter_partial_reused_blocks",
+    "iter_missed_blocks",
+    "iter_gen_alloc_blocks",
+    "iter_onboard_blocks",
+    "iter_onboard_bytes",
+    "iter_offload_blocks",
+    "iter_offload_bytes",
+    "iter_intra_device_copy_blocks",
+    "iter_intra_device_copy_bytes",
+    "iter_host_dropped_blocks",
+    "iter_host_dropped_bytes",
+)
 
 
 @mypyc_attr(native_class=False)
@@ -29,6 +49,7 @@ class StatsDelta:
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
     def subtract(self, other: object) -> None:
+        """Subtract another delta of the same class, field by field."""
         instance(other, type(self), "other")
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) - getattr(other, item.name))
@@ -41,8 +62,9 @@ class StatsDelta:
     def copy(self: _Delta) -> _Delta:
         return replace(self)
 
+    @property
     def empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether all fields are 0."""
         return not any(getattr(self, item.name) for item in fields(self))
 
 
@@ -62,9 +84,9 @@ class KVCacheStatsDelta(StatsDelta):
 class KVCacheIterationStatsDelta(StatsDelta):
     """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
 
-    Movement and drops are those of all pages, whoever caused them: requests, prefetches, snapshots, resizes. A drop is a cached
-    page given up where it lay: for room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page
-    that a wider one replaces is none, nor is a private page at the end of its request.
+    Movement and drops are those of all pages, whatever caused them: requests, prefetches, snapshots, resizes. A cached page is
+    dropped to make room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page that a wider one
+    replaces does not count as dropped, nor does a private page at the end of its request.
     """
 
     iter_alloc_total_blocks: int = 0
@@ -86,6 +108,8 @@ class KVCacheIterationStatsDelta(StatsDelta):
     iter_disk_dropped_blocks: int = 0
     iter_lost_blocks: int = 0  # bytes destroyed by a failed transfer
 
+    _field_names: ClassVar[tuple[str, ...]] = ITERATION_FIELDS
+
     @property
     def iter_cache_hit_rate(self) -> float:
         """Reused blocks of those looked up; 0 if none was."""
@@ -96,19 +120,31 @@ class KVCacheIterationStatsDelta(StatsDelta):
 @mypyc_attr(native_class=False)
 @dataclass
 class SsmSnapshotIterationStatsDelta(StatsDelta):
-    """Look-ups of snapshots of recurrent state: one for each request created with tokens."""
+    """Look-ups of snapshots of recurrent state: one for each request created with tokens.
 
-    snapshot_lookups: int = 0
-    snapshot_hits: int = 0
-    snapshot_misses: int = 0
-    reused_tokens: int = 0
-    unreused_tokens: int = 0
-    aligned_snapshot_hits: int = 0  # at a block boundary
-    unaligned_snapshot_hits: int = 0
+    The names without `iter_` are those of earlier versions, for one release.
+    """
+
+    iter_snapshot_lookups: int = 0
+    iter_snapshot_hits: int = 0
+    iter_snapshot_misses: int = 0
+    iter_reused_tokens: int = 0
+    iter_unreused_tokens: int = 0
+    iter_aligned_snapshot_hits: int = 0  # at a block boundary
+    iter_unaligned_snapshot_hits: int = 0
 
     @property
-    def hit_rate(self) -> float:
-        return self.snapshot_hits / self.snapshot_lookups if self.snapshot_lookups else 0.0
+    def iter_snapshot_hit_rate(self) -> float:
+        """Hits of all look-ups; 0 if there was none."""
+        return self.iter_snapshot_hits / self.iter_snapshot_lookups if self.iter_snapshot_lookups else 0.0
+
+    def __getattr__(self, name: str) -> int | float:
+        current = "iter_snapshot_hit_rate" if name == "hit_rate" else f"iter_{name}"
+        if name.startswith("_") or not hasattr(type(self), current):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(f"{name} is now {current}; the old name goes with the next release", DeprecationWarning, stacklevel=2)
+        value: int | float = getattr(self, current)
+        return value
 
 
 @mypyc_attr(native_class=False)
@@ -119,11 +155,22 @@ class ReusedBlocksByLevel:
     full: list[int] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
 
+    @property
+    def empty(self) -> bool:
+        """Whether all counts are 0."""
+        return not any(self.full) and not any(self.partial)
+
+    def add(self, other: object) -> None:
+        """Add another table to this one, level by level; the lists grow to the longer one's length."""
+        table = instance(other, ReusedBlocksByLevel, "other")
+        _add_levels(self.full, table.full)
+        _add_levels(self.partial, table.partial)
+
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PoolGroupPeakBlockStats:
-    """Largest values that a pool group saw on a level between two readings, each field for itself."""
+    """The largest values of a pool group on a level between two readings, each field on its own."""
 
     available: int = 0  # free + evictable
     unavailable: int = 0
@@ -133,7 +180,7 @@ class PoolGroupPeakBlockStats:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class StorageStatistics:
-    """A pool group on a level, now; counts in slots."""
+    """A pool group on a level; counts in slots."""
 
     slot_sizes: tuple[int, ...]  # bytes, by pool
     total: int
@@ -142,7 +189,7 @@ class StorageStatistics:
 
     @property
     def available(self) -> int:
-        """Slots that could be had: free + evictable."""
+        """Slots that can be allocated: free + evictable."""
         return self.free + self.evictable
 
     @property
@@ -151,17 +198,22 @@ class StorageStatistics:
 
 
 class MovementCounters:
-    """Pages moved between levels, dropped, and shared instead of kept twice, per life cycle; monotone since construction.
+    """Pages moved between levels, dropped, and shared instead of kept twice, per life cycle. Counts never fall.
 
     moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
     """
 
-    def __init__(self, num_life_cycles: int, num_levels: int) -> None:
+    def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None:
         self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.lost: list[int] = [0] * num_life_cycles  # pages whose bytes a failed transfer destroyed
-        self.adopted: list[int] = [0] * num_life_cycles  # own pages given up at a commit for the GPU page of an identical block
+        self.adopted: list[int] = [0] * num_life_cycles  # own pages that a commit freed for the GPU page of an identical block
         self.taken_over: list[int] = [0] * num_life_cycles  # colder pages of identical blocks that got a committed page's GPU slot
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy, however it is made, is one of the counts so far and no longer changes."""
+        tables = ([[list(row) for row in table] for table in self.moved], [list(row) for row in self.dropped])
+        return _movement, (*tables, list(self.lost), list(self.adopted), list(self.taken_over))
 
     def __repr__(self) -> str:
         levels = range(len(self.dropped[0]) if self.dropped else 0)
@@ -171,12 +223,12 @@ class MovementCounters:
         return f"<pages moved between levels {{{', '.join(moved)}}}, dropped {{{', '.join(dropped)}}}, {rest}>"
 
     def pages_moved(self, source: object, destination: object) -> int:
-        """Pages moved from one level to another, all life cycles together."""
+        """Pages moved from one level to another, in all life cycles."""
         beg, end = self._level(source, "source"), self._level(destination, "destination")
         return sum([table[beg][end] for table in self.moved])
 
     def pages_dropped(self, level: object) -> int:
-        """Pages dropped from a level, all life cycles together."""
+        """Pages dropped from a level, in all life cycles."""
         number = self._level(level, "level")
         return sum([row[number] for row in self.dropped])
 
@@ -186,3 +238,22 @@ class MovementCounters:
         if not 0 <= number < count:
             raise ConfigError(f"{name} {number} is out of range: there are {count} cache levels")
         return number
+
+
+def _movement(
+    moved: list[list[list[int]]], dropped: list[list[int]], lost: list[int], adopted: list[int], taken_over: list[int]
+) -> MovementCounters:
+    """The counters with these tables."""
+    counters = MovementCounters()
+    counters.moved = moved
+    counters.dropped = dropped
+    counters.lost = lost
+    counters.adopted = adopted
+    counters.taken_over = taken_over
+    return counters
+
+
+def _add_levels(total: list[int], counts: list[int]) -> None:
+    total.extend([0] * (len(counts) - len(total)))
+    for level, count in enumerate(counts):
+        total[level] += count

@@ -7,7 +7,6 @@ the rounding adds no block.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,7 +20,7 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.cli.layers import FULL, Layers
 from kv_cache_manager_v2.layout.pools import build_layout
-from kv_cache_manager_v2.layout.sizing import size_levels, tier_granularity
+from kv_cache_manager_v2.layout.sizing import plan_levels, tier_granularity
 
 GIB: Final = 1 << 30
 MIN_PAGE_BYTES: Final = 64
@@ -72,16 +71,11 @@ def plan_capacity(
         layers.configs(page_bytes),
         max_util_for_resume=1.0,  # a replay fills its memory to the last block
         commit_min_snapshot=layers.snapshot_every is not None,
+        commit_stats_on_close=True,
     )
-    logger = logging.getLogger("kv_cache_manager_v2")
-    was_disabled, logger.disabled = (
-        logger.disabled,
-        True,
-    )  # the pages are made up, so a warning about bytes means nothing to the user
-    try:
-        sizings = size_levels(build_layout(config), config)
-    finally:
-        logger.disabled = was_disabled
+    sizings, _raised = plan_levels(build_layout(config), config)  # the pages are made up: no warning about their bytes
+    for tier_config, sizing in zip(config.cache_tiers, sizings, strict=True):
+        tier_config.quota = sizing.quota  # raised to the minimum here, so that the manager has nothing to warn of
     num_pages = [sizing.slots[0] for sizing in sizings]  # one pool group: all pages have one size
     num_blocks = [count // kinds for count in num_pages]
     return Capacity(layers, config, page_bytes, [TIER_NAMES[tier.tier] for tier in tiers], num_blocks, num_pages)

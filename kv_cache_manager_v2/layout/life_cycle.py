@@ -1,7 +1,7 @@
 """Life cycles: how long the pages of a kind of layer are needed.
 
-Rule: a life cycle is data. Whatever differs between full attention, sliding windows and recurrent (SSM) state is a method here, so
-that no room above asks which kind it deals with. Ranges are half-open pairs of block ordinals, (b, b) when empty.
+Rule: a life cycle is data. Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method
+here; no code above asks which kind it has. Ranges are half-open pairs of block ordinals, (b, b) when empty.
 
 History h = tokens whose keys and values are settled; the next step's first query sits at position h, so a window of W tokens needs
 the positions h + 1 - W .. h, of which W - 1 are history.
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from kv_cache_manager_v2.arguments import at_least
+from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 
@@ -51,7 +52,7 @@ class LifeCycle(ABC):
 
     @abstractmethod
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
-        """Blocks of a prefill step that nobody reads after the step: stale(capacity - max_rewind) beyond the history."""
+        """Blocks of a prefill step that no later query reads: stale(capacity - max_rewind) beyond the history."""
 
     @abstractmethod
     def usable_tokens(self, coverage: int, tokens: int) -> int:
@@ -70,8 +71,12 @@ class LifeCycle(ABC):
     def structural_floor(self, widest_window_blocks: int) -> int:
         """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
 
-    def get_stale_range(self, history_length: object) -> HalfOpenRange:
-        """`stale` as a range object: what custom priority callbacks may ask."""
+    def get_stale_range(self, history_length: object, tokens_per_block: object = None) -> HalfOpenRange:
+        """`stale` as a range object, for custom priority callbacks. `tokens_per_block` can only be the life cycle's own."""
+        if tokens_per_block is not None and at_least(tokens_per_block, "tokens_per_block", 1) != self.tokens_per_block:
+            raise ConfigError(
+                f"tokens_per_block is {tokens_per_block}; this life cycle has blocks of {self.tokens_per_block} tokens"
+            )
         beg, end = self.stale(at_least(history_length, "history_length", 0))
         return HalfOpenRange(beg, end)
 
@@ -86,6 +91,17 @@ class AttentionLifeCycle(LifeCycle):
         super().__init__(index, tokens_per_block)
         self._window = window
         self._sink_blocks = sink_blocks
+
+    @staticmethod
+    def make(window_size: object, num_sink_tokens: object, tokens_per_block: object) -> AttentionLifeCycle:
+        """One of a window (None: full attention) and so many sink tokens, apart from any model. Raises ConfigError."""
+        size = at_least(tokens_per_block, "tokens_per_block", 1)
+        window = None if window_size is None else at_least(window_size, "window_size", 1)
+        sinks = 0 if num_sink_tokens is None or window is None else at_least(num_sink_tokens, "num_sink_tokens", 0)
+        return AttentionLifeCycle(LifeCycleId(0), size, window, -(-sinks // size))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AttentionLifeCycle, (self.index, self.tokens_per_block, self._window, self._sink_blocks)
 
     @property
     def is_attention(self) -> bool:
@@ -141,8 +157,14 @@ class AttentionLifeCycle(LifeCycle):
         return self._sink_blocks + (window + self.tokens_per_block - 2) // self.tokens_per_block + 1
 
 
+AttnLifeCycle = AttentionLifeCycle  # the name that engines test for
+
+
 class SsmLifeCycle(LifeCycle):
     """Recurrent state: one live slot per request, never shared; the tree keeps snapshots, each good at exactly one position."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SsmLifeCycle, (self.index, self.tokens_per_block)
 
     @property
     def is_attention(self) -> bool:

@@ -22,7 +22,7 @@ from array import array
 
 from kv_cache_manager_v2.arguments import WORD_LIMIT, at_least, each_of, instance, instance_or_none, wholes
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, PageIndexMode
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, LifeCycleId, PageIndexMode, PoolGroupId, PoolId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div
 from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
 
@@ -45,6 +45,9 @@ class ScratchDesc:
     def __hash__(self) -> int:
         return hash((self.range, tuple(self.slot_ids)))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return ScratchDesc, (self.range, list(self.slot_ids))
+
     def __repr__(self) -> str:
         return f"ScratchDesc({self.range!r}, {self.slot_ids!r})"
 
@@ -59,6 +62,23 @@ class PageIndexConverter:
         self.layer_util = place.layer_util  # buffers of the layer in the coalesced buffer
         self.layer_first = place.layer_first  # position of the first of them
         self.scratch_enabled = scratch_enabled  # then the caller must say the mode: the common default would be wrong
+
+    @property
+    def scratch_pages_per_block(self) -> int:
+        """Buffers of the layer in the coalesced buffer: parts of a slot that a scratch block takes."""
+        return self.layer_util
+
+    def __reduce__(self) -> tuple[object, ...]:
+        offsets = (self.scale, self.layer_offset, self.expansion, self.layer_util, self.layer_first, self.scratch_enabled)
+        return _converter, offsets
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PageIndexConverter):
+            return NotImplemented
+        return self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(self.__reduce__()[1])
 
     def __call__(self, base_indices: object, mode: object = None, scratch: object = None) -> array[int]:
         """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
@@ -116,6 +136,19 @@ class PageIndexConverter:
             else:
                 expanded += absent
         return expanded
+
+
+def _converter(
+    scale: int, layer_offset: int, expansion: int, layer_util: int, layer_first: int, scratch_enabled: bool
+) -> PageIndexConverter:
+    """The converter with these attributes."""
+    place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))  # which is of no account here
+    place.scale = scale
+    place.position = layer_offset
+    place.expansion = expansion
+    place.layer_util = layer_util
+    place.layer_first = layer_first
+    return PageIndexConverter(place, scratch_enabled)
 
 
 def _as_list(indices: object) -> list[int]:

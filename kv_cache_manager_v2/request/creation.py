@@ -5,14 +5,19 @@ Rule: creation takes no GPU memory and moves nothing. It holds the pages of the 
 
 from __future__ import annotations
 
+from typing import Final
+
 from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.page_index_row import bad_run
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.match import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.statistics import SsmSnapshotIterationStatsDelta
+
+NO_LEVEL: Final = -1
 
 
 def take_up(request: Request, match: Match, tokens: TokenSequence) -> None:
@@ -45,7 +50,7 @@ def take_up(request: Request, match: Match, tokens: TokenSequence) -> None:
         snapshot = match.blocks[-1].page(recurrent.index)
         assert snapshot is not None, "a match ends at a snapshot"
         recurrent.borrow(shared.hierarchy, snapshot)
-    _credit_levels(request, cold)
+    _credit_levels(request, match, held, cold)
     if request.pending is not None:
         _count_reuse(request, request.pending, match, held, cold)
     shared.tuner.sample_reused(count)
@@ -87,26 +92,39 @@ def _hold_matched(request: Request, table: BlockTable, match: Match, priorities:
     return held, cold
 
 
-def _credit_levels(request: Request, cold: int) -> None:
-    """Attribute the reused tokens to tiers: each block to the coldest level among the attention pages that it loads.
+def _credit_levels(request: Request, match: Match, held: list[int], cold: int) -> None:
+    """Attribute the reused tokens of each block to the coldest level among the attention pages that it loads.
 
-    A block that loads no page (stale everywhere) costs nothing to bring and counts for the GPU. Without attention it is the
-    snapshot that has to be brought. `cold` is the number of attention pages that are not on the GPU.
+    A block that is stale in every life cycle loads none: its tokens belong to the coldest level of the pages that are cached, the
+    GPU if there are none. Without attention the level is the snapshot's. `held` counts the pages of each table, `cold` those
+    of all tables that are not on the GPU.
     """
     size = request.tokens_per_block
     if not request.tables and request.recurrent is not None and request.recurrent.page is not None:
         request.cached_tokens_by_level[request.recurrent.page.level] += request.committed
         return
-    if cold == 0:
+    if cold == 0 and max(held, default=0) == request.num_blocks:  # no block is stale everywhere
         request.cached_tokens_by_level[GPU_LEVEL] += request.committed
         return
     for ordinal in range(request.num_blocks):
-        level = 0
+        level = NO_LEVEL
         for table in request.tables:
             page = table.pages[ordinal]
             if page is not None and page.level > level:
                 level = page.level
+        if level == NO_LEVEL:
+            level = _coldest_cached(request, match.blocks[ordinal])
         request.cached_tokens_by_level[level] += min(size, request.committed - ordinal * size)
+
+
+def _coldest_cached(request: Request, block: Block) -> int:
+    """The coldest level of the block's cached attention pages; the GPU if it has none."""
+    level: int = GPU_LEVEL
+    for table in request.tables:
+        page = block.page(table.index)
+        if page is not None and page.level > level:
+            level = page.level
+    return level
 
 
 def _count_reuse(request: Request, pending: PendingStats, match: Match, held: list[int], cold: int) -> None:
@@ -131,16 +149,16 @@ def _count_reuse(request: Request, pending: PendingStats, match: Match, held: li
     looked_up = request.recurrent is not None and match.num_lookup_tokens > 0
     if looked_up:
         snapshots = pending.snapshots = SsmSnapshotIterationStatsDelta()
-        snapshots.snapshot_lookups = 1
-        snapshots.reused_tokens = match.num_tokens
-        snapshots.unreused_tokens = match.num_lookup_tokens - match.num_tokens
+        snapshots.iter_snapshot_lookups = 1
+        snapshots.iter_reused_tokens = match.num_tokens
+        snapshots.iter_unreused_tokens = match.num_lookup_tokens - match.num_tokens
         if match.num_tokens == 0:
-            snapshots.snapshot_misses = 1
+            snapshots.iter_snapshot_misses = 1
         else:
-            snapshots.snapshot_hits = 1
+            snapshots.iter_snapshot_hits = 1
             if match.num_tokens % request.tokens_per_block == 0:
-                snapshots.aligned_snapshot_hits = 1
+                snapshots.iter_aligned_snapshot_hits = 1
             else:
-                snapshots.unaligned_snapshot_hits = 1
+                snapshots.iter_unaligned_snapshot_hits = 1
     pending.dirty = match.num_tokens > 0 or looked_up
     request.mark_dirty()

@@ -177,9 +177,19 @@ class Request:
     def mark_dirty(self) -> None:
         """Something was counted that the engine has yet to commit."""
         if self.request_id is not None and self.pending is not None and self.pending.dirty:
-            ledger = self.shared.ledger
-            if self.request_id not in ledger.excluded:
-                ledger.dirty.add(self.request_id)
+            self.shared.ledger.mark_dirty(self.request_id, self)
+
+    def clear_dirty(self) -> None:
+        """Nothing of this request is left to commit; another open request of the same id may have counts."""
+        if self.request_id is None:
+            return
+        ledger = self.shared.ledger
+        ledger.clear_dirty(self.request_id)
+        if self.request_id in ledger.shared_ids:
+            ledger.shared_ids.discard(self.request_id)
+            for other in self.shared.open.values():
+                if other is not self and other.request_id == self.request_id:
+                    other.mark_dirty()
 
     def count_taken(self, table: BlockTable, first: int, count: int) -> None:
         """Count the pages that a table took from this ordinal on."""
@@ -206,8 +216,7 @@ class Request:
         pending = self.pending
         if pending is not None and pending.dirty and pending.empty():
             pending.dirty = False
-            if self.request_id is not None:
-                self.shared.ledger.dirty.discard(self.request_id)
+            self.clear_dirty()
 
     # --- tokens
 

@@ -11,6 +11,7 @@ from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NULL_POINT, PRIOR
 from kv_cache_manager_v2.request import scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.commit import stop_committing
+from kv_cache_manager_v2.request.counts import end_stats
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.page_index_row import SlotWriter
 from kv_cache_manager_v2.request.private_pages import private_copy
@@ -335,10 +336,7 @@ def close(request: Request) -> None:
     request.status = CLOSED
     request.num_blocks = 0
     del shared.open[request.serial]
-    if request.pending is not None:
-        request.pending.clear()
-    if request.request_id is not None:
-        shared.ledger.dirty.discard(request.request_id)
+    end_stats(request)
 
 
 def _leave_stream(request: Request) -> None:

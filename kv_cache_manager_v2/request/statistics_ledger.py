@@ -151,8 +151,9 @@ class _LifeCycleCounts:
 class StatisticsLedger:
     """The manager's books: totals since construction, and what happened since each was last read."""
 
-    def __init__(self, enabled: bool, layout: StorageLayout, hierarchy: Hierarchy) -> None:
+    def __init__(self, enabled: bool, commit_on_close: bool, layout: StorageLayout, hierarchy: Hierarchy) -> None:
         self.enabled = enabled
+        self.commit_on_close = commit_on_close  # a request that closes commits what it counted
         self._layout = layout
         self._attention: list[int] = [cycle.index for cycle in layout.life_cycles if cycle.is_attention]
         self._hierarchy = hierarchy
@@ -170,8 +171,10 @@ class StatisticsLedger:
         self.suspended = 0
         self.resumed = 0
         self.disk_prefetched = 0  # blocks that prefetch moved from disk to host memory
-        self.dirty: set[int] = set()  # ids of requests with pending counts
+        self._dirty: dict[int, object] = {}  # ids with counts to commit, and the request that had them last; None: by hand
+        self.shared_ids: set[int] = set()  # dirty ids that several open requests have
         self.excluded: set[int] = set()  # ids of dummies, which count nowhere
+        self.told_of_lost_counts = False  # a request that closed with counts to commit was logged
 
     # --- what happens
 
@@ -205,6 +208,25 @@ class StatisticsLedger:
     def _fresh_iteration(self) -> list[_LifeCycleCounts]:
         return [_LifeCycleCounts() for _life_cycle in self._layout.life_cycles]
 
+    # --- which requests have counts to commit, by id
+
+    def mark_dirty(self, request_id: int, request: object) -> None:
+        """A request (None: the engine by hand) says that its id has counts to commit."""
+        if request_id in self.excluded:
+            return
+        marked_by = self._dirty.get(request_id)
+        if marked_by is not None and request is not None and marked_by is not request:
+            self.shared_ids.add(request_id)
+        if request is not None or marked_by is None:
+            self._dirty[request_id] = request
+
+    def clear_dirty(self, request_id: int) -> None:
+        self._dirty.pop(request_id, None)
+
+    def dirty_ids(self) -> set[int]:
+        """A copy."""
+        return set(self._dirty)
+
     # --- what is read
 
     def committed(self) -> KVCacheStatsDelta:
@@ -223,7 +245,7 @@ class StatisticsLedger:
         for index in range(len(self._iteration)):
             delta = self._iteration[index].delta()
             self._add_movement(index, delta)
-            if not delta.empty():
+            if not delta.empty:
                 taken[index] = delta
         self._read = _Reading(self._movement)
         self._iteration = self._fresh_iteration()

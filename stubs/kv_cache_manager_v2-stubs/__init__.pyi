@@ -69,7 +69,7 @@ from kv_cache_manager_v2.ids import (
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
 from kv_cache_manager_v2.layout.explain import SizingLevel, SizingRow, SizingTable, explain_sizing
-from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from kv_cache_manager_v2.layout.life_cycle import AttnLifeCycle, LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
@@ -80,6 +80,7 @@ from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
 from kv_cache_manager_v2.statistics import (
+    ITERATION_FIELDS,
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
     MovementCounters,
@@ -92,6 +93,7 @@ from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 _KVCache = KVCache
+_KV_CACHE_ITERATION_STATS_DELTA_FIELDS = ITERATION_FIELDS
 __all__ = [
     # the manager and its requests
     "KVCacheManager",
@@ -124,6 +126,7 @@ __all__ = [
     "build_info",
     # layout
     "AggregatedPageDesc",
+    "AttnLifeCycle",
     "BufferId",
     "CoalescedBuffer",
     "ExpandedBuffer",

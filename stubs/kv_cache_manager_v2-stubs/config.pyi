@@ -112,6 +112,7 @@ class KVCacheManagerConfig:
     block_key_hash: str = "blake3"
     strict_quota: bool = False
     miss_history: int = 0
+    commit_stats_on_close: bool = False
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...

@@ -1,7 +1,9 @@
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, Final, TypeVar
 
 _Delta = TypeVar("_Delta", bound="StatsDelta")
+
+ITERATION_FIELDS: Final[tuple[str, ...]]
 
 @dataclass
 class StatsDelta:
@@ -9,6 +11,7 @@ class StatsDelta:
     def subtract(self: _Delta, other: _Delta) -> None: ...
     def clear(self) -> None: ...
     def copy(self: _Delta) -> _Delta: ...
+    @property
     def empty(self) -> bool: ...
 
 @dataclass
@@ -39,26 +42,33 @@ class KVCacheIterationStatsDelta(StatsDelta):
     iter_disk_dropped_blocks: int = 0
     iter_lost_blocks: int = 0
 
+    _field_names: ClassVar[tuple[str, ...]] = ...
+
     @property
     def iter_cache_hit_rate(self) -> float: ...
 
 @dataclass
 class SsmSnapshotIterationStatsDelta(StatsDelta):
-    snapshot_lookups: int = 0
-    snapshot_hits: int = 0
-    snapshot_misses: int = 0
-    reused_tokens: int = 0
-    unreused_tokens: int = 0
-    aligned_snapshot_hits: int = 0
-    unaligned_snapshot_hits: int = 0
+    iter_snapshot_lookups: int = 0
+    iter_snapshot_hits: int = 0
+    iter_snapshot_misses: int = 0
+    iter_reused_tokens: int = 0
+    iter_unreused_tokens: int = 0
+    iter_aligned_snapshot_hits: int = 0
+    iter_unaligned_snapshot_hits: int = 0
 
     @property
-    def hit_rate(self) -> float: ...
+    def iter_snapshot_hit_rate(self) -> float: ...
+    def __getattr__(self, name: str) -> int | float: ...
 
 @dataclass
 class ReusedBlocksByLevel:
     full: list[int] = ...
     partial: list[int] = ...
+
+    @property
+    def empty(self) -> bool: ...
+    def add(self, other: ReusedBlocksByLevel) -> None: ...
 
 @dataclass(frozen=True)
 class PoolGroupPeakBlockStats:
@@ -85,6 +95,7 @@ class MovementCounters:
     adopted: list[int]
     taken_over: list[int]
 
-    def __init__(self, num_life_cycles: int, num_levels: int) -> None: ...
+    def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None: ...
+    def __reduce__(self) -> tuple[object, ...]: ...
     def pages_moved(self, source: int, destination: int) -> int: ...
     def pages_dropped(self, level: int) -> int: ...

@@ -50,15 +50,15 @@ def test_nothing_committed_nothing_reused() -> None:
 def snapshot_stats(rig: Rig) -> list[tuple[int, ...]]:
     return [
         (
-            delta.snapshot_lookups,
-            delta.snapshot_hits,
-            delta.snapshot_misses,
-            delta.reused_tokens,
-            delta.unreused_tokens,
-            delta.aligned_snapshot_hits,
-            delta.unaligned_snapshot_hits,
+            delta.iter_snapshot_lookups,
+            delta.iter_snapshot_hits,
+            delta.iter_snapshot_misses,
+            delta.iter_reused_tokens,
+            delta.iter_unreused_tokens,
+            delta.iter_aligned_snapshot_hits,
+            delta.iter_unaligned_snapshot_hits,
         )
-        for delta in rig.manager.get_and_reset_iteration_ssm_snapshot_stats().values()
+        for delta in rig.manager.get_and_reset_ssm_snapshot_iteration_stats().values()
     ]
 
 
@@ -77,7 +77,7 @@ def test_snapshot_lookups_are_counted(stored: int, query: int, numbers: tuple[in
     with rig_of() as rig:
         if stored:
             rig.seed(toks(0, stored))
-        rig.manager.get_and_reset_iteration_ssm_snapshot_stats()
+        rig.manager.get_and_reset_ssm_snapshot_iteration_stats()
         cache = rig.manager.create_kv_cache(None, toks(0, query), 101, expected_prompt_length=query + 17)
         assert rig.manager.get_dirty_stats_kv_cache_ids() == {101}
         cache.commit_pending_stats()

@@ -35,7 +35,7 @@ def test_case_111_work_undone_is_not_counted(undo: str) -> None:
             cache.discard_pending_stats()
             assert cache.resize(4)
         delta = cache.commit_pending_stats()
-        assert delta.empty()
+        assert delta.empty
         assert iteration(rig) == {}
         assert cache.resize(8)
         delta = cache.commit_pending_stats()
@@ -198,12 +198,12 @@ def test_case_121_statistics_off() -> None:
         request = rig.start(toks(0, 8))
         assert request.advance(toks(0, 8))
         assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
-        assert request.cache.commit_pending_stats().empty()
+        assert request.cache.commit_pending_stats().empty
         request.suspend()
         rig.take(8).close()
         assert request.resume()
         assert iteration(rig) == {}
-        assert rig.manager.get_committed_stats().empty()
+        assert rig.manager.get_committed_stats().empty
         assert rig.manager.get_and_reset_iteration_suspend_resume_stats() == (0, 0)
 
 

@@ -34,7 +34,7 @@ class Account:
         return KVCacheStatsDelta(taken, taken, self.reused, missed + self.kept_missed + self.copies_missed)
 
     def dirty(self) -> bool:
-        return not self.delta().empty() or any(self.tokens) or self.looked_up
+        return not self.delta().empty or any(self.tokens) or self.looked_up
 
 
 class Books:

@@ -84,7 +84,7 @@ def forget(rig: Rig) -> None:
     """Read everything that resets."""
     manager = rig.manager
     manager.get_and_reset_iteration_stats()
-    manager.get_and_reset_iteration_ssm_snapshot_stats()
+    manager.get_and_reset_ssm_snapshot_iteration_stats()
     manager.get_and_reset_iteration_reused_blocks_by_level()
     manager.get_and_reset_iteration_cached_tokens_by_level()
     manager.get_and_reset_iteration_disk_prefetch_blocks()

@@ -106,6 +106,10 @@ class Recount:
                 if page is not None:
                     (pending.full if ordinal < full else pending.partial).append((index, page.level))
                     coldest[ordinal] = max(coldest[ordinal], page.level)
+        for ordinal in range(full):
+            if not any(kind.live(ordinal, cache.num_committed_tokens, self.size) for kind in self.kinds):
+                cached = [cache.state.path[ordinal].page(index) for index in range(len(self.kinds))]
+                coldest[ordinal] = max([page.level for page in cached if page is not None], default=0)
         for ordinal, level in enumerate(coldest):
             pending.tokens[level] += min(self.size, cache.num_committed_tokens - ordinal * self.size)
         assert pending.tokens == cache.cached_tokens_by_level
@@ -239,7 +243,7 @@ class Recount:
         """Read all that resets, and compare."""
         manager = self.manager
         self._fold_movement()
-        expected = {LifeCycleId(index): delta for index, delta in enumerate(self.iteration) if not delta.empty()}
+        expected = {LifeCycleId(index): delta for index, delta in enumerate(self.iteration) if not delta.empty}
         assert manager.get_and_reset_iteration_stats() == expected
         assert manager.get_and_reset_iteration_stats() == {}
         self.iteration = [KVCacheIterationStatsDelta() for _kind in self.kinds]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 
+import kv_cache_manager_v2
 from kv_cache_manager_v2 import (
+    ConfigError,
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
     MovementCounters,
@@ -36,11 +39,9 @@ def test_deltas_add_subtract_copy_and_clear(delta: StatsDelta) -> None:
     assert twice != delta
     twice.subtract(delta)
     assert twice == delta
-    assert not twice.empty()
     twice.clear()
-    assert twice.empty()
     assert twice == type(delta)()
-    assert not delta.empty()
+    assert [twice.empty, delta.empty] == [True, False]
     assert pickle.loads(pickle.dumps(delta)) == copy.deepcopy(delta) == delta
 
 
@@ -48,8 +49,8 @@ def test_hit_rates() -> None:
     """3 reused of 4 looked up are 0.75; nothing looked up is 0."""
     assert KVCacheIterationStatsDelta(iter_reused_blocks=3, iter_missed_blocks=1).iter_cache_hit_rate == 0.75
     assert KVCacheIterationStatsDelta().iter_cache_hit_rate == 0.0
-    assert SsmSnapshotIterationStatsDelta(snapshot_lookups=4, snapshot_hits=1).hit_rate == 0.25
-    assert SsmSnapshotIterationStatsDelta().hit_rate == 0.0
+    assert SsmSnapshotIterationStatsDelta(iter_snapshot_lookups=4, iter_snapshot_hits=1).iter_snapshot_hit_rate == 0.25
+    assert SsmSnapshotIterationStatsDelta().iter_snapshot_hit_rate == 0.0
 
 
 def test_plain_records() -> None:
@@ -76,7 +77,7 @@ def test_the_fresh_face_is_empty_and_counts_iff_enabled(enabled: bool) -> None:
         manager = rig.manager
         assert manager.get_committed_stats() == KVCacheStatsDelta()
         assert manager.get_and_reset_iteration_stats() == {}
-        assert manager.get_and_reset_iteration_ssm_snapshot_stats() == {}
+        assert manager.get_and_reset_ssm_snapshot_iteration_stats() == {}
         assert manager.get_and_reset_iteration_reused_blocks_by_level() == {}
         assert manager.get_and_reset_iteration_cached_tokens_by_level() == [0]
         assert manager.get_and_reset_iteration_disk_prefetch_blocks() == 0
@@ -123,3 +124,39 @@ def test_dirty_and_excluded_ids(enabled: bool, number: int) -> None:
         manager.mark_stats_dirty(number)
         manager.clear_stats_dirty(number)
         assert manager.get_dirty_stats_kv_cache_ids() == set()
+
+
+def test_the_fields_that_engines_copy() -> None:
+    """Fifteen names, each a field, under both names by which engines ask for them; ours are more."""
+    names = kv_cache_manager_v2._KV_CACHE_ITERATION_STATS_DELTA_FIELDS
+    assert names is KVCacheIterationStatsDelta._field_names
+    assert len(set(names)) == 15
+    ours = [field.name for field in dataclasses.fields(KVCacheIterationStatsDelta)]
+    assert set(ours) - set(names) == {"iter_gpu_dropped_blocks", "iter_disk_dropped_blocks", "iter_lost_blocks"}
+
+
+def test_reused_blocks_by_level_add_up() -> None:
+    """Level by level; lists grow to the longer one; the other table stays."""
+    total = ReusedBlocksByLevel()
+    assert total.empty is True
+    other = ReusedBlocksByLevel([1, 2], [0, 0, 3])
+    total.add(other)
+    total.add(ReusedBlocksByLevel([1], []))
+    assert (total.full, total.partial, total.empty) == ([2, 2], [0, 0, 3], False)
+    assert other == ReusedBlocksByLevel([1, 2], [0, 0, 3])
+    assert ReusedBlocksByLevel([0, 0], [0]).empty is True
+    with pytest.raises(ConfigError, match="other"):
+        total.add([1, 2])
+
+
+@pytest.mark.parametrize("name", ["snapshot_lookups", "snapshot_hits", "reused_tokens", "unaligned_snapshot_hits", "hit_rate"])
+def test_old_names_of_snapshot_fields_warn(name: str) -> None:
+    """For one release the fields can be read by their names without `iter_`; what never was a field is an AttributeError."""
+    delta = SsmSnapshotIterationStatsDelta(4, 3, 1, 96, 32, 2, 1)
+    current = "iter_snapshot_hit_rate" if name == "hit_rate" else f"iter_{name}"
+    with pytest.warns(DeprecationWarning, match=f"{name} is now {current}"):
+        assert getattr(delta, name) == getattr(delta, current)
+    assert not hasattr(delta, "lookups")
+    assert not hasattr(delta, "_field")
+    with rig_of(blocks(2)) as rig, pytest.warns(DeprecationWarning, match="get_and_reset_ssm_snapshot_iteration_stats"):
+        assert rig.manager.get_and_reset_iteration_ssm_snapshot_stats() == {}

@@ -104,7 +104,7 @@ def test_reverted_second_chunk_counts_once_on_retry() -> None:
         forget(rig)
         assert cache.resize(16)
         assert cache.resize(8)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         assert rig.manager.get_and_reset_iteration_stats() == {}
         assert cache.resize(16)
         cache.commit(toks(8, 16))
@@ -118,9 +118,9 @@ def test_reverted_disaggregated_start_reports_nothing() -> None:
         cache = open_cache(rig, toks(0, 12))
         assert cache.resize(12)
         assert cache.resize(0)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         assert rig.manager.get_and_reset_iteration_stats() == {}
-        assert rig.manager.get_committed_stats().empty()
+        assert rig.manager.get_committed_stats().empty
 
 
 def test_an_allocation_that_waits_is_counted_when_it_is_committed() -> None:
@@ -130,10 +130,10 @@ def test_an_allocation_that_waits_is_counted_when_it_is_committed() -> None:
         assert cache.resize(8)
         for _iteration in range(3):
             assert rig.manager.get_and_reset_iteration_stats() == {}
-            assert rig.manager.get_committed_stats().empty()
+            assert rig.manager.get_committed_stats().empty
             assert rig.manager.get_dirty_stats_kv_cache_ids() == {9}
         assert cache.commit_pending_stats() == request(2, 2)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         assert iteration(rig).iter_alloc_total_blocks == 2
         assert rig.manager.get_and_reset_iteration_stats() == {}
         assert rig.manager.get_committed_stats() == request(2, 2)
@@ -146,7 +146,7 @@ def test_a_resize_inside_a_block_counts_nothing() -> None:
         cache.commit_pending_stats()
         for capacity in (6, 7, 8, 5):
             assert cache.resize(capacity)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
 
 
 def test_what_is_committed_is_never_undone_and_regrowth_counts_again() -> None:
@@ -156,7 +156,7 @@ def test_what_is_committed_is_never_undone_and_regrowth_counts_again() -> None:
         assert cache.resize(12)
         assert cache.commit_pending_stats() == request(3, 3)
         assert cache.resize(4)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         assert cache.resize(16)
         assert cache.resize(8)
         assert cache.commit_pending_stats() == request(1, 1)
@@ -216,7 +216,7 @@ def test_discarded_counts_are_gone_and_later_shrinking_takes_nothing_back() -> N
         cache.discard_pending_stats()
         assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
         assert cache.resize(4)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         assert cache.resize(8)
         assert cache.commit_pending_stats() == request(1, 1)
 
@@ -228,8 +228,8 @@ def test_closing_drops_what_is_pending() -> None:
         assert cache.resize(8)
         cache.close()
         assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
-        assert cache.commit_pending_stats().empty()
-        assert rig.manager.get_committed_stats().empty()
+        assert cache.commit_pending_stats().empty
+        assert rig.manager.get_committed_stats().empty
         assert rig.manager.get_and_reset_iteration_stats() == {}
 
 
@@ -414,10 +414,10 @@ def test_excluded_requests_count_nowhere() -> None:
         cache = open_cache(rig, toks(0, 8), id=dummy)
         assert cache.resize(8)
         assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
         cache.suspend()
         assert cache.resume(rig.stream)
-        assert rig.manager.get_committed_stats().empty()
+        assert rig.manager.get_committed_stats().empty
         assert rig.manager.get_and_reset_iteration_stats() == {}
         assert rig.manager.get_and_reset_iteration_suspend_resume_stats() == (0, 0)
         rig.manager.clear_stats_excluded(dummy)
@@ -454,7 +454,7 @@ def test_beams_count_each_page() -> None:
         cache.commit(toks(0, 4))
         assert cache.commit_pending_stats() == request(1, 1)
         cache.beam_width = 2
-        assert cache.commit_pending_stats().empty(), "full history is shared"
+        assert cache.commit_pending_stats().empty, "full history is shared"
         assert cache.resize(8)
         group = LayerGroupId(0)
         assert list(cache.get_aggregated_page_indices(group, 0, True)) != []
@@ -463,7 +463,7 @@ def test_beams_count_each_page() -> None:
         assert iteration(rig).iter_gen_alloc_blocks == 2
         assert cache.resize(12)
         assert cache.resize(8)
-        assert cache.commit_pending_stats().empty()
+        assert cache.commit_pending_stats().empty
 
 
 def test_widening_counts_its_copies_and_shrinking_takes_back_the_rest() -> None:
@@ -493,7 +493,7 @@ def test_a_fork_counts_what_it_takes_itself() -> None:
         forget(rig)
         twin = cache.fork(2)
         rig.own(twin)
-        assert twin.commit_pending_stats().empty()
+        assert twin.commit_pending_stats().empty
         assert twin.resume(rig.stream)
         assert rig.manager.get_dirty_stats_kv_cache_ids() == {2}
         assert twin.commit_pending_stats() == request(1, 0)
@@ -501,7 +501,7 @@ def test_a_fork_counts_what_it_takes_itself() -> None:
         assert rig.manager.get_and_reset_iteration_suspend_resume_stats() == (0, 0), "the first resume is none"
         assert twin.resize(12)
         assert twin.resize(8)
-        assert twin.commit_pending_stats().empty()
+        assert twin.commit_pending_stats().empty
         assert twin.resize(12)
         assert twin.commit_pending_stats() == request(1, 0)
         assert iteration(rig).iter_gen_alloc_blocks == 1

@@ -77,8 +77,8 @@ def test_a_block_is_credited_to_the_coldest_page_that_it_loads() -> None:
         assert cache.cached_tokens_by_level == [4 * by_block.count(0), 4 * by_block.count(1)]
 
 
-def test_what_a_window_does_not_load_costs_nothing() -> None:
-    """Window 8 of 16 tokens on the host: the stale half is credited to the GPU, as nothing has to be brought for it."""
+def test_what_a_window_does_not_load_is_credited_to_its_tier() -> None:
+    """Window 8 of 16 tokens, all on the host: the half that nothing loads is the host's too."""
     with rig_of(blocks(8, [(8, 0)], host=8)) as rig:
         seed(rig, 0, 16)
         hog = open_cache(rig)
@@ -86,7 +86,25 @@ def test_what_a_window_does_not_load_costs_nothing() -> None:
         hog.close()
         cache = suspended_cache(rig, toks(0, 16))
         assert cache.num_committed_tokens == 16
-        assert cache.cached_tokens_by_level == [8, 8]
+        assert cache.cached_tokens_by_level == [0, 16]
+
+
+def test_stale_blocks_are_credited_where_their_pages_lie() -> None:
+    """Two windows, 24 tokens: a block that one window loads counts by that page; one that none loads by its coldest cached page."""
+    with rig_of(blocks(12, [(8, 0), (16, 0)], host=12)) as rig:
+        seed(rig, 0, 24)
+        for taken in (0, 1, 4, 8, 12):
+            if taken:
+                open_cache(rig).resize(taken * 2)
+            levels = [introspection.path_levels(rig.manager, toks(0, 24), index) for index in (0, 1)]
+            cache = suspended_cache(rig, toks(0, 24))
+            assert cache.num_committed_tokens == 24
+            expected = [0, 0]
+            for ordinal in range(6):
+                loading = [levels[index][ordinal] for index, first in ((0, 4), (1, 2)) if ordinal >= first]
+                expected[max([*(loading or (levels[0][ordinal], levels[1][ordinal])), 0])] += 4
+            assert cache.cached_tokens_by_level == expected
+            cache.close()
 
 
 def test_a_model_without_attention_is_credited_to_its_snapshot() -> None:
@@ -136,12 +154,12 @@ def test_case_116_snapshot_lookups(cached: int, query: int, numbers: tuple[int, 
         cache = suspended_cache(rig, toks(0, query), id=101, expected=query + 17)
         manager = rig.manager
         assert manager.get_dirty_stats_kv_cache_ids() == {101}
-        assert manager.get_and_reset_iteration_ssm_snapshot_stats() == {}
+        assert manager.get_and_reset_ssm_snapshot_iteration_stats() == {}
         cache.commit_pending_stats()
         assert manager.get_dirty_stats_kv_cache_ids() == set()
-        (delta,) = manager.get_and_reset_iteration_ssm_snapshot_stats().values()
+        (delta,) = manager.get_and_reset_ssm_snapshot_iteration_stats().values()
         assert tuple(vars(delta).values()) == numbers
-        assert manager.get_and_reset_iteration_ssm_snapshot_stats() == {}
+        assert manager.get_and_reset_ssm_snapshot_iteration_stats() == {}
 
 
 def test_no_lookup_without_tokens_and_none_after_a_discard() -> None:
@@ -157,7 +175,7 @@ def test_no_lookup_without_tokens_and_none_after_a_discard() -> None:
         cache.discard_pending_stats()
         assert manager.get_dirty_stats_kv_cache_ids() == set()
         cache.commit_pending_stats()
-        assert manager.get_and_reset_iteration_ssm_snapshot_stats() == {}
+        assert manager.get_and_reset_ssm_snapshot_iteration_stats() == {}
 
 
 # --- peaks
