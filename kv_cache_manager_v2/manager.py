@@ -46,7 +46,7 @@ from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager_views import ManagerViews
 from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
-from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look
+from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look, poison_of, take_poison_of
 from kv_cache_manager_v2.request.live_managers import LIVE, close_dropped, close_unused, drop, tear_down
 from kv_cache_manager_v2.request.lock import held_twice
 from kv_cache_manager_v2.request.manager_state import ManagerState
@@ -259,25 +259,14 @@ class KVCacheManager(ManagerViews):
         An unexpected exception (an interrupt, a fault of ours) that left the structures inconsistent poisons it. Only questions,
         `clear_reusable_blocks()` and `shutdown()` are answered then, all else raises CorruptedError.
         """
-        with self._shared.lock:
-            audit_cut_call(self._shared)
-            return self._shared.poison or None
+        return poison_of(self._shared)
 
     def take_poison(self) -> str | None:
         """End the poison, once `clear_reusable_blocks()` has succeeded, and return its reason; None if there is none.
 
         Raises LogicError before that.
         """
-        shared = self._shared
-        with shared.lock:
-            audit_cut_call(shared)
-            reason = shared.poison
-            if not reason:
-                return None
-            if not shared.repaired:
-                raise LogicError("take_poison(): the manager is inconsistent until clear_reusable_blocks() succeeds")
-            shared.take_poison()
-            return reason
+        return take_poison_of(self._shared)
 
     def forget_stream(self, cuda_stream: object) -> None:
         """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).

@@ -84,6 +84,26 @@ def audit_cut_call(shared: ManagerState) -> None:
         judge(shared, None)
 
 
+def poison_of(shared: ManagerState) -> str | None:
+    """The first cause of a poisoned manager; None if it is whole."""
+    with shared.lock:
+        audit_cut_call(shared)
+        return shared.poison or None
+
+
+def take_poison_of(shared: ManagerState) -> str | None:
+    """End the poison once the manager was cleared, and return its cause; None if it is whole. Raises LogicError before that."""
+    with shared.lock:
+        audit_cut_call(shared)
+        reason = shared.poison
+        if not reason:
+            return None
+        if not shared.repaired:
+            raise LogicError("take_poison(): the manager is inconsistent until clear_reusable_blocks() succeeds")
+        shared.take_poison()
+        return reason
+
+
 def clear_poisoned(shared: ManagerState) -> None:
     """Drop every cached block of a poisoned manager, and audit it. Raises CorruptedError while it is inconsistent."""
     try:

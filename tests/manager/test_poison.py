@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache_manager_v2 import CorruptedError, KVCacheError, KVCacheManager, LogicError, commit_batch, resize_batch
+from kv_cache_manager_v2 import (
+    CorruptedError,
+    KVCacheError,
+    KVCacheManager,
+    LogicError,
+    commit_batch,
+    num_live_managers,
+    poison_reason,
+    resize_batch,
+    take_poison,
+)
 from tests.hunt.devices import Strange
 from tests.manager.helpers import GPU, GRAIN, toks
 from tests.manager.test_any_exception import Scene, scene_of
@@ -133,6 +143,24 @@ def test_clearing_ends_the_poison(scene: Scene) -> None:
     assert manager.poison_reason() is None
     scene.start(toks(0, 10), 8)
     scene.finish()
+
+
+def test_the_process_can_be_asked_for_all_managers(scene: Scene) -> None:
+    """One that is poisoned among others: its reason, its end, and the count of those that live."""
+    before = num_live_managers()
+    other = KVCacheManager(scene.manager.init_config, driver=scene.device)
+    assert num_live_managers() == before + 1
+    assert poison_reason() is None
+    assert take_poison() is None
+    poison(scene)
+    assert poison_reason() == scene.manager.poison_reason()
+    assert other.poison_reason() is None
+    with pytest.raises(LogicError):
+        take_poison()
+    scene.manager.shutdown()
+    assert poison_reason() is None
+    other.shutdown()
+    assert num_live_managers() == before - 1
 
 
 def test_clearing_needs_closed_caches(scene: Scene) -> None:
