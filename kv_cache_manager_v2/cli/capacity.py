@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Final
 
 from kv_cache_manager_v2 import (
@@ -51,7 +52,7 @@ class Capacity:
 
 def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> int:
     """How many whole blocks of real KV a tier of that size would hold."""
-    return int(gib * GIB) // (bytes_per_token * tokens_per_block)
+    return int(Fraction(gib) * GIB) // (bytes_per_token * tokens_per_block)
 
 
 def plan_capacity(

@@ -1,7 +1,7 @@
 """The `kvcm` command: picks a tool, runs it, and turns errors into one line and an exit status.
 
-Rule: exit status 0 is success, 1 a check that failed, 2 a mistake of the user's or of the input, 130 an interrupt. A traceback
-that reaches the user is a fault of ours.
+Rule: exit status 0 is success, 1 a check that failed, 2 an error, 130 an interrupt. No traceback reaches the user; KVCM_DEBUG=1
+shows the one of an unexpected error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 from kv_cache_manager_v2.build import COMPILED, VERSION
 from kv_cache_manager_v2.cli import replay
 from kv_cache_manager_v2.cli.contents import TokenRangeError
+from kv_cache_manager_v2.cli.streams import OutputError, drop_output, fill_closed_streams, flush_output
 from kv_cache_manager_v2.cli.traces import TraceError
 from kv_cache_manager_v2.errors import KVCacheError
 
@@ -42,23 +43,41 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool; returns the exit status. `arguments` as after the program's name; by default those of the process."""
+    fill_closed_streams()
+    status = _run(arguments)
+    try:
+        flush_output()  # help or a version
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        return _fail(f"standard output: {error.strerror}")
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
         passed = replay.run(options)
     except SystemExit as exit_request:  # argparse has printed help or what is wrong
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_USAGE
-    except (TraceError, TokenRangeError, KVCacheError) as error:
+    except (TraceError, TokenRangeError, OutputError, KVCacheError) as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return EXIT_OK
     except MemoryError as error:
         return _fail(f"out of memory: {error}" if str(error) else "out of memory")
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except OverflowError as error:
+        return _fail(f"a number is too large: {error}")
     except KeyboardInterrupt:
         print("kvcm: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if os.environ.get("KVCM_DEBUG") == "1":
+            raise
+        return _fail(f"unexpected {type(error).__name__}: {error} (this is a fault of kvcm; KVCM_DEBUG=1 shows where)")
     return EXIT_OK if passed else EXIT_CHECK_FAILED
 
 

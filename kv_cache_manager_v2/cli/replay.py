@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from kv_cache_manager_v2 import CacheTier
@@ -23,9 +22,12 @@ from kv_cache_manager_v2.cli.layers import DEFAULT_SINKS, DEFAULT_WINDOW, PRESET
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
 from kv_cache_manager_v2.cli.serving import Engine
+from kv_cache_manager_v2.cli.streams import ReportOutput
 from kv_cache_manager_v2.cli.traces import STDIN, Trace, read_trace
 from kv_cache_manager_v2.errors import KVCacheError
 
+MAX_INTEGER: Final = 1 << 48  # of an option; with more the arithmetic of sizes could overflow
+MAX_BLOCKS: Final = 1 << 40  # of a tier
 TIERS: Final = (("gpu", CacheTier.GPU_MEM), ("host", CacheTier.HOST_MEM), ("disk", CacheTier.DISK))
 DESCRIPTION: Final = """\
 Replays a request trace through the KV-cache manager on the emulated device (no GPU is used): each prompt is looked up, its missing
@@ -74,7 +76,11 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         "--disk-path", default=tempfile.gettempdir(), metavar="DIR", help="where the disk tier's files are (default: %(default)s)"
     )
     parser.add_argument(
-        "--concurrency", type=_positive, default=1, metavar="N", help="requests open at once (default: %(default)s)"
+        "--concurrency",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="requests open at once, if there are so many (default: %(default)s)",
     )
     parser.add_argument("--decode", action="store_true", help="also generate output_length tokens for each request, one at a time")
     parser.add_argument(
@@ -113,23 +119,31 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="with full+ssm: commit, and so keep a snapshot of the recurrent state, at each multiple of N tokens and at the end of "
-        "the prompt (default: --trace-block-size). A hit ends at such a snapshot",
+        "the prompt (default: --trace-block-size). A hit ends at such a snapshot. A block of the cache keeps its last snapshot "
+        "only: all are kept where N is a multiple of --tokens-per-block",
     )
 
 
 def run(options: argparse.Namespace) -> bool:
     """Replay as the options say and write the report; False if a page held wrong contents."""
-    started = time.perf_counter()
     _check_options(options)
     layers = _layers(options)
+    with ReportOutput(options.output) as output:
+        return _replay(options, layers, output)
+
+
+def _replay(options: argparse.Namespace, layers: Layers, output: ReportOutput) -> bool:
+    """The same for checked options and an output that is open."""
+    started = time.perf_counter()
     trace = read_trace(
         options.trace, options.trace_block_size, skip_bad_lines=options.skip_bad_lines, max_records=options.max_records
     )
+    concurrency = min(options.concurrency, len(trace.records))
     capacity = plan_capacity(
-        _tiers(options, trace), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path, layers
+        _tiers(options, trace, concurrency), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path, layers
     )
     source = token_source(options.trace_block_size, options.seed)
-    engine = Engine(capacity, source, concurrency=options.concurrency, decode=options.decode, verify=options.verify)
+    engine = Engine(capacity, source, concurrency=concurrency, decode=options.decode, verify=options.verify)
     try:
         with progress_bar("replay", len(trace.records)) as progress:
             outcome = engine.run(trace.records, progress)
@@ -144,19 +158,14 @@ def run(options: argparse.Namespace) -> bool:
         options.trace_block_size,
         options.tokens_per_block,
         layers,
-        options.concurrency,
+        concurrency,
         options.decode,
         options.verify,
         options.seed,
         "compiled" if COMPILED else "interpreted",
     )
     report = make_report(settings, trace, capacity, outcome, time.perf_counter() - started)
-    text = to_json(report) if options.format == "json" else to_table(report)
-    if options.output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        Path(options.output).write_text(text, encoding="utf-8")
+    output.write(to_json(report) if options.format == "json" else to_table(report))
     return outcome.num_mismatches == 0
 
 
@@ -169,29 +178,37 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.bytes_per_token is not None and not in_gib:
         parser.error("--bytes-per-token means nothing without --gpu-gib, --host-gib or --disk-gib")
     for name in in_gib:
-        if blocks_of_gib(getattr(options, f"{name}_gib"), options.bytes_per_token, options.tokens_per_block) == 0:
+        num_blocks = blocks_of_gib(getattr(options, f"{name}_gib"), options.bytes_per_token, options.tokens_per_block)
+        if num_blocks == 0:
             parser.error(f"--{name}-gib {getattr(options, f'{name}_gib'):g} is less than one block")
+        if num_blocks > MAX_BLOCKS:
+            parser.error(f"--{name}-gib {getattr(options, f'{name}_gib'):g} is more than {MAX_BLOCKS} blocks")
+    for name, _tier in TIERS:
+        if (getattr(options, f"{name}_blocks") or 0) > MAX_BLOCKS:
+            parser.error(f"--{name}-blocks: more than {MAX_BLOCKS} blocks")
     wants_disk = options.disk_blocks is not None or options.disk_gib is not None
     if wants_disk and not os.path.isdir(options.disk_path):
         parser.error(f"--disk-path {options.disk_path}: no such directory")
-    if options.output is not None:
-        folder = os.path.dirname(options.output) or "."
-        if not os.path.isdir(folder):
-            parser.error(f"--output {options.output}: no directory {folder}")
-        if os.path.isdir(options.output) or not os.access(options.output if os.path.exists(options.output) else folder, os.W_OK):
-            parser.error(f"--output {options.output}: cannot be written")
 
 
 def _layers(options: argparse.Namespace) -> Layers:
     """The model's layers, or argparse's message about an option that they do not have."""
     try:
-        return make_layers(options.layers, options.trace_block_size, options.window, options.sinks, options.snapshot_every)
+        layers = make_layers(options.layers, options.trace_block_size, options.window, options.sinks, options.snapshot_every)
     except ValueError as error:
         parser: argparse.ArgumentParser = options.parser
         parser.error(str(error))
+    every = layers.snapshot_every
+    if every is not None and every % options.tokens_per_block != 0:
+        print(
+            f"kvcm: note: a block keeps its last snapshot only, so with blocks of {options.tokens_per_block} tokens some of the "
+            f"snapshots at each {every} tokens are replaced; give --snapshot-every a multiple of --tokens-per-block to keep all",
+            file=sys.stderr,
+        )
+    return layers
 
 
-def _tiers(options: argparse.Namespace, trace: Trace) -> list[TierBlocks]:
+def _tiers(options: argparse.Namespace, trace: Trace, concurrency: int) -> list[TierBlocks]:
     """The tiers that the user asked for, warm to cold."""
     tiers: list[TierBlocks] = []
     for name, tier in TIERS:
@@ -200,7 +217,7 @@ def _tiers(options: argparse.Namespace, trace: Trace) -> list[TierBlocks]:
         if gib is not None:
             num_blocks = blocks_of_gib(gib, options.bytes_per_token, options.tokens_per_block)
         if num_blocks is None and tier is CacheTier.GPU_MEM:
-            num_blocks = _enough_blocks(options, trace)
+            num_blocks = _enough_blocks(options, trace, concurrency)
         if num_blocks is not None:
             tiers.append(TierBlocks(tier, num_blocks))
     return tiers
@@ -215,19 +232,17 @@ def _stamp_bytes(options: argparse.Namespace, trace: Trace) -> int:
     return FINGERPRINT_BYTES * min(tokens_per_block, longest)
 
 
-def _enough_blocks(options: argparse.Namespace, trace: Trace) -> int:
+def _enough_blocks(options: argparse.Namespace, trace: Trace, concurrency: int) -> int:
     """A number of blocks, each with a page of every kind of layer, that the trace cannot exceed: those of every distinct prefix,
     and the private tails of open requests."""
     tokens_per_block: int = options.tokens_per_block
     trace_block_size: int = options.trace_block_size
-    concurrency: int = options.concurrency
-    prefixes: set[int] = set()  # hashes of id sequences: the same tokens behind another prefix are another block
+    prefixes: dict[tuple[int, int], int] = {}  # (number of the prefix before, block id) -> number, from 1
     longest = generated = 0
     for record in trace.records:
         prefix = 0
         for block_id in record.block_ids:
-            prefix = hash((prefix, block_id))
-            prefixes.add(prefix)
+            prefix = prefixes.setdefault((prefix, block_id), len(prefixes) + 1)
         output_length = record.output_length if options.decode else 0
         generated += output_length
         longest = max(longest, record.input_length + output_length)
@@ -254,9 +269,12 @@ def _natural(text: str) -> int:
 
 def _integer(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer") from None
+    if value > MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is too large: the most is {MAX_INTEGER}")
+    return value
 
 
 def _gib(text: str) -> float:

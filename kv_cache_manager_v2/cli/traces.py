@@ -126,6 +126,8 @@ def _lines(path: str) -> Generator[bytes, None, None]:
     """The trace's lines, with the errors of reading turned into ours."""
     try:
         if path == STDIN:
+            if sys.stdin is None:
+                raise TraceError("standard input is closed")
             yield from sys.stdin.buffer
         elif path.endswith(".gz"):
             with gzip.open(path, "rb") as packed:

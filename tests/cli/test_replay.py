@@ -206,9 +206,15 @@ def test_bad_lines_stop_the_replay_or_are_reported(tmp_path: Path, capsys: pytes
         (["replay", "x", "--bytes-per-token", "1"], "--bytes-per-token means nothing without"),
         (["replay", "x", "--gpu-gib", "1e-9", "--bytes-per-token", "100"], "less than one block"),
         (["replay", "x", "--disk-blocks", "5", "--disk-path", "/no/such/folder"], "no such directory"),
-        (["replay", "x", "--output", "/no/such/folder/report"], "no directory /no/such/folder"),
+        (["replay", "x", "--output", "/no/such/folder/report"], "--output /no/such/folder/report: No such file or directory"),
         (["replay", "x", "--output", "/"], "cannot be written"),
+        (["replay", "x", "--output", "/proc/kvcm"], "--output /proc/kvcm: "),
         (["replay", "x", "--seed", "-1"], "-1 is negative"),
+        (["replay", "x", "--gpu-gib", "1e300", "--bytes-per-token", "1"], "1e+300 is more than"),
+        (["replay", "x", "--host-gib", "1e308", "--bytes-per-token", "1"], "1e+308 is more than"),
+        (["replay", "x", "--disk-blocks", str(1 << 41)], "--disk-blocks: more than"),
+        (["replay", "x", "--tokens-per-block", "9" * 400], "is too large"),
+        (["replay", "x", "--window", "9" * 5000], "is not an integer"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

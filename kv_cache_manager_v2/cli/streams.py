@@ -1,0 +1,111 @@
+"""The standard streams of a command, and the file that a report is written to.
+
+Rule: what cannot be written is found before the work, as far as the system can say. A closed stream is no reason for a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TextIO
+
+STANDARD: Final = (0, 1, 2)
+
+
+class OutputError(Exception):
+    """The report cannot be written; the text says where to and why."""
+
+
+def fill_closed_streams() -> None:
+    """Open the null device wherever a standard stream is closed: else the next file that is opened would take its number.
+
+    `sys.stdin` and `sys.stdout` stay None, so that their use can be refused; what is written to a closed standard error is dropped.
+    """
+    for number in STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+
+
+def flush_output() -> None:
+    """Write what standard output still holds. Raises OSError; then it is dropped, or Python would complain again as it exits."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop_output()
+        raise
+
+
+def drop_output() -> None:
+    """Let standard output go nowhere from now on."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, STANDARD[1])
+        os.close(null)
+
+
+class ReportOutput:
+    """Where the report goes: a file, or standard output for None. A context manager around the work.
+
+    Raises OutputError on entry if it cannot be written. A file that was made for a report that never came is removed.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._is_new = False
+        self._written = False
+
+    def __enter__(self) -> ReportOutput:
+        path = self._path
+        if path is None:
+            if sys.stdout is None:
+                raise OutputError("standard output is closed; --output FILE writes the report to a file")
+            return self
+        self._is_new = not os.path.lexists(path)
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+            if os.path.isdir(path) or not os.access(path, os.W_OK):
+                raise OutputError(f"--output {path}: cannot be written")
+            return self  # a pipe or a device: opening it now could wait for its reader
+        try:
+            self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise OutputError(f"--output {path}: {error.strerror or error}") from error
+        return self
+
+    def write(self, text: str) -> None:
+        if self._path is None:
+            _write_to_standard_output(text)
+        elif self._file is None:
+            Path(self._path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        else:
+            self._file.truncate(0)
+            self._file.write(text)
+            self._file.flush()
+        self._written = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+            if self._is_new and not self._written and self._path is not None:
+                Path(self._path).unlink(missing_ok=True)
+
+
+def _write_to_standard_output(text: str) -> None:
+    output = sys.stdout
+    try:
+        output.write(text)
+    except UnicodeEncodeError:  # as of a file name in a terminal that has no such characters
+        output.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+    flush_output()
