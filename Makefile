@@ -31,11 +31,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STUBS := stubs/kv_cache_manager_v2-stubs
 STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n'))
-TYPED := kv_cache_manager_v2 tests setup_mypyc.py stubs/draft.py $(wildcard examples bench)
+TYPED := kv_cache_manager_v2 tests setup_mypyc.py generated_c.py stubs/generate.py $(wildcard examples bench)
 
 # directories too: their time changes when a file in them is removed
 SOURCES := $(shell find kv_cache_manager_v2 stubs -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.pyi' \) -print)
-BUILD_INPUTS := $(SOURCES) pyproject.toml setup_mypyc.py LICENSE README.md
+BUILD_INPUTS := $(SOURCES) pyproject.toml setup_mypyc.py generated_c.py LICENSE README.md
 
 define FIND_GPU
 import sys
@@ -74,7 +74,8 @@ lint: $(ENV)  ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 .PHONY: typecheck
-typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools
+typecheck: $(ENV)  ## mypy --strict over the package, the tests and the tools; the stubs are what `make stubs` writes
+	$(BIN)/python stubs/generate.py --check
 	$(BIN)/mypy $(TYPED)
 
 .PHONY: stubtest
@@ -84,9 +85,9 @@ stubtest: $(ENV) $(PURE)  ## the public stubs against the interpreted package, a
 	cd build && MYPYPATH=pure:../stubs ../$(BIN)/mypy --strict --config-file= --cache-dir=../.mypy_cache/stubs \
 	    $(addprefix pure/kv_cache_manager_v2/,$(STUB_FILES))
 
-.PHONY: draft-stubs
-draft-stubs: $(ENV)  ## draft the public stubs anew from the sources; then look at the difference and run stubtest
-	$(BIN)/python stubs/draft.py
+.PHONY: stubs
+stubs: $(ENV)  ## write the public stubs from the sources
+	$(BIN)/python stubs/generate.py
 
 .PHONY: demo
 demo: $(ENV) $(COMPILED)  ## the example: two small models served from our pages, compared to the bit

@@ -20,6 +20,8 @@ import setuptools
 from setuptools import build_meta
 from setuptools.command.build_py import build_py
 
+import generated_c
+
 PACKAGE: Final = "kv_cache_manager_v2"
 STUBS: Final = Path("stubs") / f"{PACKAGE}-stubs"  # the public modules' .pyi; copied beside their modules in the wheel
 
@@ -52,13 +54,17 @@ class BuildWithStubs(build_py):
 
 
 def extension_modules(work: Path, opt_level: str) -> list[Any]:
-    """Type-check the group and translate it to C under `work`."""
+    """Type-check the group and translate it to C under `work`, docstrings included."""
     from mypyc.build import mypycify
 
     # no site packages: the generated code depends on this tree (stubs/ included) and on mypy alone, not on what is installed
     options = ["--config-file=pyproject.toml", "--no-site-packages", f"--cache-dir={work / 'mypy_cache'}"]
-    options += compiled_modules(Path())
-    return mypycify(options, opt_level=opt_level, debug_level="0", target_dir=str(work / "c"), group_name=PACKAGE)
+    modules = compiled_modules(Path())
+    extensions = mypycify(
+        [*options, *modules], opt_level=opt_level, debug_level="0", target_dir=str(work / "c"), group_name=PACKAGE
+    )
+    generated_c.complete(work / "c" / f"__native_{PACKAGE}.c", Path(), modules, PACKAGE)
+    return extensions
 
 
 class Backend(build_meta._BuildMetaBackend):

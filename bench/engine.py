@@ -14,11 +14,11 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections import deque
-from typing import Final
+from typing import Final, SupportsIndex
 
 from bench.conversations import Turn, Workload
 from bench.work import now
-from kv_cache_manager_v2 import KVCache, KVCacheManager, Stream, commit_batch, resize_batch
+from kv_cache_manager_v2 import KVCache, KVCacheManager, Stream, Tokens, commit_batch, resize_batch
 
 GPU_STEP_S: Final = 0.0115
 STEP_TOKENS: Final = 8192  # prompt tokens computed in one step, all requests together
@@ -167,10 +167,10 @@ class Engine:
             budget -= taken
             self.running.append(self.waiting.popleft())
 
-    def _outcome(self) -> tuple[list[KVCache], list[object], list[KVCache]]:
+    def _outcome(self) -> tuple[list[KVCache], list[SupportsIndex | Tokens], list[KVCache]]:
         """What the step computed, to be committed, and the caches whose answer that ends."""
         caches: list[KVCache] = []
-        chunks: list[object] = []
+        chunks: list[SupportsIndex | Tokens] = []
         closing: list[KVCache] = []
         for request in self.running:
             if request.some:

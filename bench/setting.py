@@ -27,6 +27,7 @@ from kv_cache_manager_v2 import (
     LayerId,
     SsmLayerConfig,
     Stream,
+    Tokens,
 )
 from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -179,7 +180,7 @@ def prompt_tokens(count: int, serial: int = 0) -> array[int]:
     return array("i", range(start, start + count))
 
 
-def given_as(kind: str, prompt: array[int]) -> object:
+def given_as(kind: str, prompt: array[int]) -> Tokens:
     """The same tokens in another container."""
     if kind == "int32":
         return prompt

@@ -87,7 +87,7 @@ from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
-from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.reuse.tokens import MmItemContext, TokenIdExt, Tokens, gen_multimodal_cache_key_tokens
 from kv_cache_manager_v2.statistics import (
     ITERATION_FIELDS,
     KVCacheIterationStatsDelta,
@@ -166,6 +166,8 @@ __all__ = [
     "page_table_of",
     # tokens and keys
     "MmItemContext",
+    "TokenIdExt",
+    "Tokens",
     "gen_multimodal_cache_key_tokens",
     "sequence_to_blockchain_keys",
     # statistics

@@ -1,9 +1,11 @@
 """Validation of arguments at the public interface.
 
-Rule: a door takes `object`, whatever type the stubs promise, and makes of it what it needs with one of these calls, or raises
-ConfigError with the parameter's name and the value, before anything changes; so the answer to a mistake is the same on both
-builds. Any integer type is an integer (numpy's and torch's scalars too) and a plain int from there on; bool is none, nor is a
-float that happens to be whole.
+Rule: a signature says what should be passed; what is passed is validated by one of these calls before anything changes. A mistake
+raises ConfigError with the parameter's name and the value, on both builds. The compiled build checks the class of some arguments at
+entry, where `refuse` raises the same error.
+
+Integers are annotated `SupportsIndex`: any integer type is accepted (numpy's and torch's too) and becomes an int. bool is refused,
+and so is a float without a fraction. Numbers are annotated `SupportsFloat`, since a compiled function would make a float of a bool.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, SupportsIndex, TypeVar, cast
+from typing import Any, Final, NoReturn, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.ids import UNSIGNED_64_LIMIT
+from kv_cache_manager_v2.ids import UNSIGNED_64_LIMIT, PageIndexMode
 
 WORD_LIMIT: Final = 1 << 63  # lengths, sizes and addresses stay below: nothing that large can be, and machines count in words
 LONGEST_SHOWN: Final = 200  # characters of a value in a message
@@ -22,10 +24,37 @@ LONGEST_SHOWN: Final = 200  # characters of a value in a message
 _T = TypeVar("_T")
 
 
+class IntBuffer(Protocol):
+    """A one-dimensional buffer of integers: array, numpy array, memoryview, torch CPU tensor."""
+
+    def __len__(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+Integers: TypeAlias = Sequence[SupportsIndex] | IntBuffer  # what calls take as a sequence of integers
+
+
 def shown(value: object) -> str:
     """A value as a message shows it: not a million tokens."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+_EXPECTED: Final = {
+    "bool": "True or False",
+    "bytes": "bytes",
+    "float": "a number",
+    "int": "an integer",
+    "str": "a string",
+}  # classes in the words of a message
+
+
+def refuse(name: str, value: object, expected: str) -> NoReturn:
+    """Raise ConfigError: the argument `name` is not of the class `expected`, as mypyc spells it ("bool", "a.b.Class or None")."""
+    kind = expected.removesuffix(" or None")
+    words = _EXPECTED.get(kind) or f"of class {kind.rpartition('.')[2]}"
+    raise ConfigError(f"{name} is {shown(value)}; it must be {words}{'' if kind == expected else ', or None'}")
 
 
 def given(record: object, field: str) -> object:
@@ -46,7 +75,7 @@ def whole(value: object, name: str) -> int:
             return operator.index(value)
         except TypeError:  # an array of several, or something that only claims to be an integer
             pass
-    raise ConfigError(f"{name} is {shown(value)}; it must be an integer")
+    refuse(name, value, "int")
 
 
 def whole_or_none(value: object, name: str) -> int | None:
@@ -70,15 +99,17 @@ def at_least_or_none(value: object, name: str, low: int) -> int | None:
 
 
 def real(value: object, name: str) -> float:
-    """An int or a float as a float; NaN passes, so that the caller's range check refuses it with its own words."""
+    """Any number but a bool, as a float. NaN passes: the range check of the caller refuses it in its own words."""
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} is {shown(value)}; it must be a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"{name} is {value}; it must be a number that a float can hold") from None
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} is {shown(value)}; it must be a number that a float can hold") from None
+        except (TypeError, ValueError):  # an array of several, or something that only claims to be a number
+            pass
+    refuse(name, value, "float")
 
 
 def positive(value: object, name: str) -> float:
@@ -116,34 +147,34 @@ def flag(value: object, name: str) -> bool:
         return True
     if value is False:
         return False
-    raise ConfigError(f"{name} is {shown(value)}; it must be True or False")
+    refuse(name, value, "bool")
 
 
 def text(value: object, name: str) -> str:
     """A string."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is {shown(value)}; it must be a string")
+        refuse(name, value, "str")
     return value
 
 
 def octets(value: object, name: str) -> bytes:
     """Bytes."""
     if not isinstance(value, bytes):
-        raise ConfigError(f"{name} is {shown(value)}; it must be bytes")
+        refuse(name, value, "bytes")
     return value
 
 
 def instance(value: object, kind: type[_T], name: str) -> _T:
     """An object of our class `kind`, or of a class derived from it."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {shown(value)}; it must be of class {kind.__name__}")
+        refuse(name, value, kind.__name__)
     return value
 
 
 def instance_or_none(value: object, kind: type[_T], name: str) -> _T | None:
     """As `instance`, where None means that there is none."""
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{name} is {shown(value)}; it must be of class {kind.__name__}, or None")
+        refuse(name, value, f"{kind.__name__} or None")
     return value
 
 
@@ -153,6 +184,22 @@ def function(value: object, name: str) -> Callable[..., object]:
     if not usable:
         raise ConfigError(f"{name} is {shown(value)}, which cannot be called")
     return cast("Callable[..., object]", value)
+
+
+def page_index_mode(value: object, name: str) -> PageIndexMode:
+    """A PageIndexMode, or the int that it is."""
+    if isinstance(value, PageIndexMode):
+        return value
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        for mode in (PageIndexMode.SHARED, PageIndexMode.PER_LAYER):
+            if value == mode.value:
+                return mode
+    raise ConfigError(f"{name} is {shown(value)}; it must be PageIndexMode.SHARED (0) or PageIndexMode.PER_LAYER (1)")
+
+
+def page_index_mode_or_none(value: object, name: str) -> PageIndexMode | None:
+    """As `page_index_mode`, where None means that there is none."""
+    return None if value is None else page_index_mode(value, name)
 
 
 # --- several values

@@ -5,14 +5,18 @@ Rule: equal to the loop over the requests' own calls; what is saved is the loop'
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.arguments import items_of, shown
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+from kv_cache_manager_v2.arguments import IntBuffer, Integers, items_of, shown
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.request import batch
 from kv_cache_manager_v2.request.request import Request
+from kv_cache_manager_v2.reuse.tokens import Tokens
 
 
-def resize_batch(caches: object, capacities: object, histories: object = None) -> int:
+def resize_batch(caches: Sequence[KVCache], capacities: Integers, histories: Integers | None = None) -> int:
     """`caches[i].resize(capacities[i], histories[i])` from the front until one returns False; how many were done.
 
     Each is atomic and the rest is untouched: equal to the loop in lengths, pages, statistics and events. Raises as `resize`
@@ -23,7 +27,7 @@ def resize_batch(caches: object, capacities: object, histories: object = None) -
     return batch.resize_all(_states(caches), items_of(capacities, "capacities", "integers"), settled)
 
 
-def commit_batch(caches: object, tokens: object) -> None:
+def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
     """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token.
 
     Raises as `commit` does, with the requests before the faulty one done; the text names it.

@@ -9,7 +9,7 @@ import importlib
 from typing import Final, NamedTuple
 
 VERSION: Final = "0.1.0"
-COMPILED: Final = not __file__.endswith(".py")
+COMPILED: Final[bool] = not __file__.endswith(".py")
 
 
 class BuildInfo(NamedTuple):

@@ -15,7 +15,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
@@ -161,7 +161,7 @@ class BufferConfig:
         if getattr(self, _OVERRIDE) is not None:
             _check_whole(self, _OVERRIDE, 1, owner)
 
-    def expansion(self, tokens_per_block: object) -> int:
+    def expansion(self, tokens_per_block: SupportsIndex) -> int:
         """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
         length = at_least(tokens_per_block, "tokens_per_block", 1)
         override = self.tokens_per_block_override
@@ -203,7 +203,7 @@ class LayerConfig(ABC):
         """Tokens that a query sees, itself included; None: all."""
 
     @abstractmethod
-    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
         """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
 
 
@@ -232,7 +232,7 @@ class AttentionLayerConfig(LayerConfig):
     def window_size(self) -> int | None:
         return self.sliding_window_size
 
-    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
         length = at_least(tokens_per_block, "tokens_per_block", 1)
         return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // length)
 
@@ -255,7 +255,7 @@ class SsmLayerConfig(LayerConfig):
     def window_size(self) -> int | None:
         return None
 
-    def group_key(self, tokens_per_block: object) -> tuple[bool, int, int]:
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
         at_least(tokens_per_block, "tokens_per_block", 1)
         return False, 0, 0
 
@@ -351,7 +351,7 @@ class KVCacheManagerConfig:
         """A deep copy: nothing is shared with this one."""
         return copy.deepcopy(self)
 
-    def without_tier(self, tier: object) -> KVCacheManagerConfig:
+    def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
         """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
         left_out = instance(tier, CacheTier, "tier")
         if left_out == CacheTier.GPU_MEM:

@@ -7,7 +7,7 @@ compiled.
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Final, NewType, TypeAlias
 
 LayerId: TypeAlias = int  # the model's own layer number, chosen by the user
@@ -40,7 +40,7 @@ class PageStatus(IntEnum):
     DROPPABLE = 3  # may be moved or dropped: only the reuse tree knows it
 
 
-class PageIndexMode(Enum):
+class PageIndexMode(IntEnum):
     """How a layer's page index is counted from its base address.
 
     SHARED: base address = pool base + the buffer's offset; all layers of a group use equal indices.

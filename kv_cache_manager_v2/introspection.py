@@ -26,7 +26,7 @@ from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.match import match
-from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.reuse.tokens import Tokens, pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
 from kv_cache_manager_v2.statistics import StorageStatistics
 from kv_cache_manager_v2.storage.page import Page
@@ -254,7 +254,7 @@ class MatchDepths(NamedTuple):
     lookup: int
 
 
-def reuse_match_depths(manager: KVCacheManager, scope: ReuseScope | None, tokens: object) -> MatchDepths:
+def reuse_match_depths(manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens) -> MatchDepths:
     """What `create_kv_cache` would find, with the manager's own settings."""
     config = manager.init_config
     with manager.shared.lock:
@@ -265,7 +265,7 @@ def reuse_match_depths(manager: KVCacheManager, scope: ReuseScope | None, tokens
 
 
 def reuse_match_pages(
-    manager: KVCacheManager, scope: ReuseScope | None, tokens: object, life_cycle: int, enable_partial: bool = False
+    manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
 ) -> tuple[int, list[tuple[int, int] | None]]:
     """(matched tokens, and (slot id, coverage) of the life cycle's page in each matched block, or None), without back-off."""
     with manager.shared.lock:
@@ -275,7 +275,7 @@ def reuse_match_pages(
 
 
 def reuse_match_planned_drop_counts(
-    manager: KVCacheManager, scope: ReuseScope | None, tokens: object, life_cycle: int, enable_partial: bool = False
+    manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
 ) -> list[int]:
     """How many planned drops name the life cycle's page in each matched block; 0 where there is none."""
     with manager.shared.lock:

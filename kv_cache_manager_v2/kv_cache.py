@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, SupportsIndex
 
-from kv_cache_manager_v2.arguments import at_least, flag, instance, request_id, unsigned, unsigned_or_none, whole, whole_or_none
+from kv_cache_manager_v2.arguments import (
+    Integers,
+    at_least,
+    flag,
+    page_index_mode,
+    request_id,
+    unsigned,
+    unsigned_or_none,
+    whole,
+    whole_or_none,
+)
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
@@ -25,7 +35,7 @@ from kv_cache_manager_v2.request.page_index_row import PageIndexRow
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
-from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.reuse.tokens import Tokens, pack
 from kv_cache_manager_v2.statistics import KVCacheStatsDelta
 from kv_cache_manager_v2.storage.planner import Shortage
 
@@ -126,7 +136,7 @@ class KVCache:
         return self._state.width
 
     @beam_width.setter
-    def beam_width(self, width: object) -> None:
+    def beam_width(self, width: SupportsIndex) -> None:
         wanted = at_least(width, "beam_width", 1)
         with self._shared.lock, Call(self._shared, "beam_width"):
             self._require_open("beam_width")
@@ -138,7 +148,7 @@ class KVCache:
         return self._state.text_only
 
     @text_only.setter
-    def text_only(self, value: object) -> None:
+    def text_only(self, value: bool) -> None:
         """Raises ConfigError to relax what the manager demands, or to promise it after digests were committed."""
         wanted = flag(value, "text_only")
         self._require_open("text_only")
@@ -192,7 +202,7 @@ class KVCache:
         return self._state.capacity
 
     @capacity.setter
-    def capacity(self, value: object) -> None:
+    def capacity(self, value: SupportsIndex) -> None:
         """`resize(value)`, raising OutOfPagesError where that returns False."""
         if self._state.scratch:
             raise ConfigError("with scratch reuse the capacity depends on the history: call resize(capacity, history_length)")
@@ -204,7 +214,7 @@ class KVCache:
         return self._state.history
 
     @history_length.setter
-    def history_length(self, value: object) -> None:
+    def history_length(self, value: SupportsIndex) -> None:
         if not self.resize(None, at_least(value, "history_length", 0)):
             raise OutOfPagesError(f"no pages for history_length {value}: {self._state.last_shortage}")
 
@@ -222,7 +232,7 @@ class KVCache:
 
     # --- commit
 
-    def commit(self, tokens: object, beam_search_indices: object = None, is_end: object = False) -> None:
+    def commit(self, tokens: Tokens, beam_search_indices: Integers | None = None, is_end: bool = False) -> None:
         """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
         int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
         committed count.
@@ -269,7 +279,7 @@ class KVCache:
         return self._state.stream
 
     @cuda_stream.setter
-    def cuda_stream(self, stream: object) -> None:
+    def cuda_stream(self, stream: SupportsIndex) -> None:
         state = self._state
         handle = unsigned(stream, "cuda_stream")
         with self._shared.lock, Call(self._shared, "cuda_stream"):
@@ -282,7 +292,7 @@ class KVCache:
         event on its stream. Raises ConfigError, which is a ValueError, always."""
         raise ConfigError("finish_event exists only inside a transition; record an event of your own on cuda_stream")
 
-    def resume(self, cuda_stream: object = None) -> bool:
+    def resume(self, cuda_stream: SupportsIndex | None = None) -> bool:
         """Bring the cache to the GPU, ready for work on the stream. False: it stays SUSPENDED, nothing changed but `last_shortage`.
 
         Refused (False) while any GPU pool group is used beyond `max_util_for_resume`, or if its pages cannot all be had.
@@ -316,7 +326,7 @@ class KVCache:
             state.require(ACTIVE, "suspend()")
             residency.suspend(state)
 
-    def prefetch(self, level: object) -> bool:
+    def prefetch(self, level: SupportsIndex) -> bool:
         """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
         only."""
         state = self._state
@@ -343,7 +353,7 @@ class KVCache:
         with self._shared.lock, Call(self._shared, "close()"):
             residency.close(self._state)
 
-    def fork(self, id: object = None) -> KVCache:
+    def fork(self, id: SupportsIndex | None = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
         first resume.
 
@@ -377,7 +387,7 @@ class KVCache:
 
     # --- page indices
 
-    def get_base_page_indices(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> Sequence[int]:
+    def get_base_page_indices(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> Sequence[int]:
         """The int32 array of base page indices, one a block, kept up to date: an `array`, or the buffer that was set, itself.
         BAD_PAGE_INDEX where there is no page.
 
@@ -386,11 +396,11 @@ class KVCache:
         """
         return self._row(layer_group_id, beam_idx).live()
 
-    def get_base_page_indices_version(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> int:
+    def get_base_page_indices_version(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
         """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
         return self._row(layer_group_id, beam_idx).version
 
-    def set_base_page_index_buf(self, beam_idx: object, layer_group_id: object, buf: object) -> None:
+    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: object) -> None:
         """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;
         entries past the last block become BAD. None detaches, leaving the buffer as it is. `suspend()` detaches too: set it
         again after `resume()`."""
@@ -402,7 +412,7 @@ class KVCache:
             row.attach(buf)
 
     def get_aggregated_page_indices(
-        self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX, valid_only: object = False
+        self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX, valid_only: bool = False
     ) -> Iterator[int]:
         """Slot ids, one a block, to be used with `KVCacheManager.get_aggregated_pages`; absent pages are BAD, or left out if
         `valid_only`."""
@@ -412,7 +422,7 @@ class KVCache:
             return iter([value for value in values if value != BAD_PAGE_INDEX])
         return iter(values)
 
-    def get_ssm_block_base_index(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> int:
+    def get_ssm_block_base_index(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
         """Slot id of the live SSM state; BAD_PAGE_INDEX while it has none or is not ACTIVE."""
         beam = self._beam(beam_idx)
         index = whole(layer_group_id, "layer_group_id")
@@ -423,7 +433,7 @@ class KVCache:
         page = recurrent_states[beam].page
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
-    def get_scratch_desc(self, layer_group_id: object, beam_idx: object = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
+    def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
         """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
 
         Each beam has slots of its own. Valid until a length changes.
@@ -441,14 +451,14 @@ class KVCache:
         return self._state.scratch
 
     @enable_swa_scratch_reuse.setter
-    def enable_swa_scratch_reuse(self, value: object) -> None:
+    def enable_swa_scratch_reuse(self, value: bool) -> None:
         wanted = flag(value, "enable_swa_scratch_reuse")
         self._require_open("enable_swa_scratch_reuse")
         scratch.switch(self._state, wanted)
 
-    def supports_index_mode(self, mode: object) -> bool:
+    def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool:
         """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
-        return instance(mode, PageIndexMode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
+        return page_index_mode(mode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
 
     def _row(self, layer_group_id: object, beam_idx: object) -> PageIndexRow:
         return self._table(layer_group_id, beam_idx).row

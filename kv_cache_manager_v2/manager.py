@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, cast
+from typing import Final, SupportsIndex, cast
 
 from kv_cache_manager_v2.arguments import (
     at_least,
@@ -53,9 +53,9 @@ from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats, StatisticsLedger
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
-from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys
+from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, make_block_keys
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
-from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack_unchecked
+from kv_cache_manager_v2.reuse.tokens import Tokens, TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.statistics import (
     MovementCounters,
@@ -78,12 +78,12 @@ class KVCacheManager(ManagerViews):
 
     def __init__(
         self,
-        config: object,
-        event_manager: object = None,
+        config: KVCacheManagerConfig,
+        event_manager: CacheListener | None = None,
         cold_page_codec: object = None,
         *,
-        driver: object = None,
-        clock: object = None,
+        driver: Driver | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if cold_page_codec is not None:
             raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}: pages are stored as they are, leave it out")
@@ -156,13 +156,13 @@ class KVCacheManager(ManagerViews):
 
     def create_kv_cache(
         self,
-        reuse_scope: object = None,
-        input_tokens: object = None,
-        id: object = None,
-        custom_priority_callback: object = None,
-        expected_prompt_length: object = None,
-        text_only: object = None,
-        enable_request_stats: object = False,
+        reuse_scope: ScopeLike | None = None,
+        input_tokens: Tokens | None = None,
+        id: SupportsIndex | None = None,
+        custom_priority_callback: PriorityCallback | None = None,
+        expected_prompt_length: SupportsIndex | None = None,
+        text_only: bool | None = None,
+        enable_request_stats: bool = False,
     ) -> KVCache:
         """A cache for a new request, SUSPENDED, that already holds the longest reusable prefix of `input_tokens`.
 
@@ -195,7 +195,7 @@ class KVCacheManager(ManagerViews):
             shared.enter(state)
         return handle
 
-    def probe_reuse(self, reuse_scope: object, tokens: object) -> int:
+    def probe_reuse(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> int:
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
         meanwhile."""
         scope = _scope(reuse_scope)
@@ -204,7 +204,7 @@ class KVCacheManager(ManagerViews):
             look(self._shared, "probe_reuse()")
             return self._match(scope, packed).num_tokens
 
-    def probe_first_new_block_key(self, reuse_scope: object, tokens: object) -> bytes | None:
+    def probe_first_new_block_key(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> bytes | None:
         """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
 
         None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
@@ -215,7 +215,7 @@ class KVCacheManager(ManagerViews):
             look(self._shared, "probe_first_new_block_key()")
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
 
-    def probe_reuse_by_keys(self, reuse_scope: object, block_keys: object) -> int:
+    def probe_reuse_by_keys(self, reuse_scope: ScopeLike | None, block_keys: Sequence[bytes]) -> int:
         """As `probe_reuse`, for a prompt known by the chained keys of its blocks (without the root's); matches whole blocks only.
 
         The first call computes the keys of all cached blocks; from then on they are kept.
@@ -226,7 +226,7 @@ class KVCacheManager(ManagerViews):
             look(self._shared, "probe_reuse_by_keys()")
             return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
 
-    def explain_miss(self, reuse_scope: object, tokens: object) -> MissReport:
+    def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
         """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
         `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
         scope = _scope(reuse_scope)
@@ -268,7 +268,7 @@ class KVCacheManager(ManagerViews):
         """
         return take_poison_of(self._shared)
 
-    def forget_stream(self, cuda_stream: object) -> None:
+    def forget_stream(self, cuda_stream: SupportsIndex) -> None:
         """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).
 
         Suspend or close what is ACTIVE on the stream first. Work already queued on it is still waited for.
@@ -297,7 +297,7 @@ class KVCacheManager(ManagerViews):
 
     # --- memory
 
-    def resize(self, cache_level: object, quota: object, best_efforts: object = False) -> ResizeResult:
+    def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> ResizeResult:
         """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
 
         Pages that no longer fit move down or are dropped, in eviction order; those of suspended caches survive. `best_efforts`: the

@@ -6,14 +6,26 @@ Rule: nothing here changes a cache or moves a page; readings that reset a counte
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from typing import SupportsIndex
 
-from kv_cache_manager_v2.arguments import at_least, each_of, instance, instance_or_none, request_id, shown, text, whole
+from kv_cache_manager_v2.arguments import (
+    at_least,
+    each_of,
+    page_index_mode,
+    page_index_mode_or_none,
+    request_id,
+    shown,
+    text,
+    whole,
+)
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
+    DataRole,
     LayerGroupId,
     LayerId,
     LifeCycleId,
@@ -71,11 +83,11 @@ class ManagerViews:
         """What was sampled, and the shares that it leads to."""
         return self._shared.tuner
 
-    def get_quota(self, cache_level: object) -> int:
+    def get_quota(self, cache_level: SupportsIndex) -> int:
         """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
         return self._hierarchy.sizings[self._level(cache_level)].quota
 
-    def clamp_max_seq_len_for_mem(self, batch_size: object, token_num_upper_bound: object) -> int:
+    def clamp_max_seq_len_for_mem(self, batch_size: SupportsIndex, token_num_upper_bound: SupportsIndex) -> int:
         """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
         not fit.
 
@@ -105,7 +117,7 @@ class ManagerViews:
         """Layers by layer group."""
         return [list(layers) for layers in self._layout.layers_of]
 
-    def get_layer_group_id(self, layer_id: object) -> LayerGroupId:
+    def get_layer_group_id(self, layer_id: SupportsIndex) -> LayerGroupId:
         """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
         layer."""
         return LayerGroupId(self._layout.life_cycle_of_layer(whole(layer_id, "layer_id")))
@@ -115,31 +127,33 @@ class ManagerViews:
         """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
         return pool_group_descs(self._layout, self._gpu_slots(), self._gpu_addresses())
 
-    def get_mem_pool_base_address(self, layer_id: object, data_role: object, index_mode: object = None) -> int:
+    def get_mem_pool_base_address(
+        self, layer_id: SupportsIndex, data_role: DataRole, index_mode: PageIndexMode | SupportsIndex | None = None
+    ) -> int:
         """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
         place = self._place(layer_id, data_role)
-        mode = resolve_mode(self._layout, instance_or_none(index_mode, PageIndexMode, "index_mode"))
+        mode = resolve_mode(self._layout, page_index_mode_or_none(index_mode, "index_mode"))
         return buffer_base(place, self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool), mode)
 
-    def get_page_stride(self, layer_id: object, data_role: object) -> int:
+    def get_page_stride(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
         """Bytes from one page index of a buffer to the next: the configured buffer size."""
         return self._place(layer_id, data_role).stride
 
-    def get_page_index_upper_bound(self, layer_id: object, data_role: object) -> int:
+    def get_page_index_upper_bound(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
         """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
         resize."""
         place = self._place(layer_id, data_role)
         return page_index_upper_bound(self._layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
 
-    def get_page_index_scale(self, layer_id: object, data_role: object) -> int:
+    def get_page_index_scale(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
         """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
         return self._place(layer_id, data_role).scale
 
-    def get_page_index_converter(self, layer_id: object, data_role: object) -> PageIndexConverter:
+    def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
         """What turns base page indices into this buffer's page indices."""
         return PageIndexConverter(self._place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
 
-    def get_aggregated_pages(self, buffer_ids: object) -> list[AggregatedPageDesc]:
+    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
         """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
 
         In order of layer group, pool and offset, so that managers of equal layers pair up.
@@ -151,9 +165,9 @@ class ManagerViews:
             wanted.append(BufferId(whole(item[0], "layer_id in buffer_ids"), text(item[1], "role in buffer_ids")))
         return aggregate(self._layout, wanted, self._gpu_addresses())
 
-    def supports_index_mode(self, mode: object) -> bool | None:
+    def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool | None:
         """Whether every cache supports this mode always; None: ask the cache."""
-        if instance(mode, PageIndexMode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
+        if page_index_mode(mode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
             return None
         return True
 
@@ -200,7 +214,7 @@ class ManagerViews:
         with self._shared.lock:
             return self._ledger.take_disk_prefetched()
 
-    def get_and_reset_iteration_peak_block_stats(self, level: object = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
         """By pool group, the largest counts that any public call left since the last reading."""
         with self._shared.lock:
             return self._ledger.take_peaks(self._level(level))
@@ -224,7 +238,7 @@ class ManagerViews:
         with self._shared.lock:
             self._ledger.resumed += 1 if self._ledger.enabled else 0
 
-    def get_storage_statistics(self, level: object = GPU_LEVEL) -> list[StorageStatistics]:
+    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
         """Slots of each pool group on a level, now."""
         number = self._level(level)
         hierarchy = self._hierarchy
@@ -236,18 +250,18 @@ class ManagerViews:
                 for group, sizes in enumerate(self._layout.slot_sizes)
             ]
 
-    def get_life_cycle_pool_group_indices(self, level: object = GPU_LEVEL) -> list[PoolGroupId]:
+    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
         """The pool group of each life cycle; the same on every level."""
         self._level(level)
         return list(self._layout.pool_group_of)
 
-    def mark_stats_dirty(self, id: object) -> None:
+    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
         """Note that a request has counts to commit. None is ignored."""
         number = request_id(id)
         if number is not None:
             self._ledger.mark_dirty(number, None)
 
-    def clear_stats_dirty(self, id: object) -> None:
+    def clear_stats_dirty(self, id: SupportsIndex | None) -> None:
         number = request_id(id)
         if number is not None:
             self._ledger.clear_dirty(number)
@@ -256,19 +270,19 @@ class ManagerViews:
         """Ids of the requests that have counts to commit. A copy."""
         return self._ledger.dirty_ids()
 
-    def mark_stats_excluded(self, id: object) -> None:
+    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
         """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
         number = request_id(id)
         if number is not None:
             self._ledger.excluded.add(number)
             self._ledger.clear_dirty(number)
 
-    def clear_stats_excluded(self, id: object) -> None:
+    def clear_stats_excluded(self, id: SupportsIndex | None) -> None:
         number = request_id(id)
         if number is not None:
             self._ledger.excluded.discard(number)
 
-    def is_stats_excluded(self, id: object) -> bool:
+    def is_stats_excluded(self, id: SupportsIndex | None) -> bool:
         number = request_id(id)
         return number is not None and number in self._ledger.excluded
 

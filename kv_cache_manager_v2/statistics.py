@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final, SupportsIndex, TypeVar
 
 from mypy_extensions import mypyc_attr
 
@@ -42,13 +42,13 @@ ITERATION_FIELDS: Final = (
 class StatsDelta:
     """Integer fields that add up; the base of the deltas below."""
 
-    def add(self, other: object) -> None:
+    def add(self, other: _Delta) -> None:
         """Add another delta of the same class to this one, field by field."""
         instance(other, type(self), "other")
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
-    def subtract(self, other: object) -> None:
+    def subtract(self, other: _Delta) -> None:
         """Subtract another delta of the same class, field by field."""
         instance(other, type(self), "other")
         for item in fields(self):
@@ -160,7 +160,7 @@ class ReusedBlocksByLevel:
         """Whether all counts are 0."""
         return not any(self.full) and not any(self.partial)
 
-    def add(self, other: object) -> None:
+    def add(self, other: ReusedBlocksByLevel) -> None:
         """Add another table to this one, level by level; the lists grow to the longer one's length."""
         table = instance(other, ReusedBlocksByLevel, "other")
         _add_levels(self.full, table.full)
@@ -222,12 +222,12 @@ class MovementCounters:
         rest = f"lost {sum(self.lost)}, adopted {sum(self.adopted)}, taken over {sum(self.taken_over)}"
         return f"<pages moved between levels {{{', '.join(moved)}}}, dropped {{{', '.join(dropped)}}}, {rest}>"
 
-    def pages_moved(self, source: object, destination: object) -> int:
+    def pages_moved(self, source: SupportsIndex, destination: SupportsIndex) -> int:
         """Pages moved from one level to another, in all life cycles."""
         beg, end = self._level(source, "source"), self._level(destination, "destination")
         return sum([table[beg][end] for table in self.moved])
 
-    def pages_dropped(self, level: object) -> int:
+    def pages_dropped(self, level: SupportsIndex) -> int:
         """Pages dropped from a level, in all life cycles."""
         number = self._level(level, "level")
         return sum([row[number] for row in self.dropped])

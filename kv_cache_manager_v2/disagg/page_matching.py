@@ -11,9 +11,10 @@ skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kv_cache_manager_v2.arguments import instance, instances, items_of, whole
+from kv_cache_manager_v2.arguments import Integers, instance, instances, items_of, whole
 from kv_cache_manager_v2.disagg.page_table import (
     FLAT,
     TOKENS_FIRST,
@@ -61,7 +62,7 @@ class TransferPlan:
         self.pairings = pairings
         self.filled: dict[tuple[int, str], int] = {}  # (global layer, role) -> bytes of a block that the plan brings
 
-    def moves(self, source_slots: object, destination_slots: object) -> list[ByteMove]:
+    def moves(self, source_slots: Sequence[Integers], destination_slots: Sequence[Integers]) -> list[ByteMove]:
         """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
 
         A block is moved where the destination has a page. Raises ConfigError (a ValueError), before anything is moved, if the
@@ -106,7 +107,7 @@ def _by_group(values: object, name: str, table: KVCachePageTable) -> list[list[i
     return found
 
 
-def match_page_tables(source: object, destination: object) -> TransferPlan:
+def match_page_tables(source: KVCachePageTable, destination: KVCachePageTable) -> TransferPlan:
     """Find what the source rank has for the destination rank; nothing in common gives an empty plan.
 
     Raises ConfigError (a ValueError) where both have a buffer and its bytes cannot be matched: other block lengths, sizes a
@@ -126,7 +127,7 @@ def match_page_tables(source: object, destination: object) -> TransferPlan:
     return plan
 
 
-def missing_buffers(destination: object, plans: object) -> list[tuple[int, str]]:
+def missing_buffers(destination: KVCachePageTable, plans: Sequence[TransferPlan]) -> list[tuple[int, str]]:
     """(global layer, role) of the buffers that the plans of all source ranks together do not fill wholly."""
     table = instance(destination, KVCachePageTable, "destination")
     given = instances(plans, TransferPlan, "plans")

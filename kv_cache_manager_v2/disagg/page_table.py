@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2 import arguments
+from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.config import SsmLayerConfig
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import LayerGroupId, LayerId
@@ -148,7 +149,7 @@ class KVCachePageTable:
 
     # --- extraction
 
-    def pool(self, layer_group: object, view: object) -> PhysicalPool:
+    def pool(self, layer_group: SupportsIndex, view: PoolView) -> PhysicalPool:
         """The memory that a view of a layer group divides."""
         pools = self._pools(self._group(layer_group))
         number = arguments.instance(view, PoolView, "view").pool_idx
@@ -156,7 +157,7 @@ class KVCachePageTable:
             raise ConfigError(f"view {view!r} is of pool {number}: layer group {layer_group} has {len(pools)} pools")
         return pools[number]
 
-    def slot_regions(self, layer_group: object, slot_ids: object) -> list[SlotRegion]:
+    def slot_regions(self, layer_group: SupportsIndex, slot_ids: Integers) -> list[SlotRegion]:
         """The whole slots of a request's blocks, pool by pool; absent ones (negative ids: out of the window) are left out.
 
         Raises ConfigError (a ValueError) for a slot that the pools do not have. O(slots x pools).
@@ -171,7 +172,7 @@ class KVCachePageTable:
             for slot in valid
         ]
 
-    def check_slots(self, layer_group: object, slot_ids: object) -> None:
+    def check_slots(self, layer_group: SupportsIndex, slot_ids: Integers) -> None:
         """Raise ConfigError if a slot is beyond the end of the layer group's pools."""
         slots = _slots(slot_ids, "slot_ids")
         for pool in self._pools(self._group(layer_group)):
@@ -191,7 +192,7 @@ class KVCachePageTable:
                     regions.append(MemoryRegion(f"kv_cache_memory_pool{len(regions)}", pool.base_address, pool.nbytes))
         return regions
 
-    def state_sections(self, layer_group: object) -> list[StateSection]:
+    def state_sections(self, layer_group: SupportsIndex) -> list[StateSection]:
         """Where the state of each recurrent layer lies, buffer by buffer. Raises ConfigError for a layer group of attention."""
         group = self._group(layer_group)
         if not group.recurrent:
@@ -205,7 +206,7 @@ class KVCachePageTable:
                 sections.append(StateSection(global_of[entry.local_layer_id], entry.role, address, pool.slot_bytes, entry.size))
         return sections
 
-    def request_slots(self, cache: object, beam: object = 0) -> list[list[int]]:
+    def request_slots(self, cache: KVCache, beam: SupportsIndex = 0) -> list[list[int]]:
         """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot.
 
         Of one beam: the blocks that a further beam shares with beam 0 are absent, so that each block is moved once. Raises
@@ -247,7 +248,7 @@ class KVCachePageTable:
         }
 
     @staticmethod
-    def from_dict(data: object) -> KVCachePageTable:
+    def from_dict(data: Mapping[str, object]) -> KVCachePageTable:
         """The table of a dictionary. Raises ConfigError for one that is not of this format."""
         fields = arguments.mapping(data, "data", "what `to_dict` gives")
         try:
@@ -368,12 +369,12 @@ class LayerInfo:
 
 
 def build_page_table(
-    descs: object,
-    tokens_per_block: object,
-    layers: object,
-    tensor_rank: object = 0,
-    tensor_size: object = 1,
-    head_order: object = TOKENS_FIRST,
+    descs: Sequence[PoolGroupDesc],
+    tokens_per_block: SupportsIndex,
+    layers: Mapping[LayerId, LayerInfo],
+    tensor_rank: SupportsIndex = 0,
+    tensor_size: SupportsIndex = 1,
+    head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
     """The page table of a rank, from the descriptors of its pool groups.
 
@@ -441,12 +442,12 @@ def _build_group(
 
 
 def page_table_of(
-    manager: object,
-    kv_heads: object = 0,
-    global_ids: object = None,
-    tensor_rank: object = 0,
-    tensor_size: object = 1,
-    head_order: object = TOKENS_FIRST,
+    manager: KVCacheManager,
+    kv_heads: SupportsIndex | Mapping[LayerId, SupportsIndex] = 0,
+    global_ids: Mapping[LayerId, SupportsIndex] | None = None,
+    tensor_rank: SupportsIndex = 0,
+    tensor_size: SupportsIndex = 1,
+    head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
     """The page table of a manager. `kv_heads`: heads on this rank, of all attention layers or by layer; 0: unknown.
 
@@ -482,7 +483,7 @@ def _slots(values: object, name: str) -> list[int]:
     return [arguments.whole(item, name) for item in arguments.items_of(values, name, "slot ids")]
 
 
-def virtual_layer_id(model_layer: object, attention_type: object, num_attention_types: object) -> int:
+def virtual_layer_id(model_layer: SupportsIndex, attention_type: SupportsIndex, num_attention_types: SupportsIndex) -> int:
     """A global id for models in which one layer has several kinds of attention, each a layer of the manager.
 
     `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.

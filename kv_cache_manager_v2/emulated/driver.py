@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import memmove
-from typing import Final
+from typing import Final, SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
 from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
@@ -51,16 +51,16 @@ class EmulatedDriver(IdentifyingDriver):
 
     def __init__(
         self,
-        schedule: object = "eager",
-        seed: object = 0,
-        transfer_timeout: object = None,
-        stall_timeout_s: object = 30.0,
-        io_threads: object = BUFFERED_IO_THREADS,
+        schedule: str = "eager",
+        seed: SupportsIndex = 0,
+        transfer_timeout: SupportsFloat | None = None,
+        stall_timeout_s: SupportsFloat = 30.0,
+        io_threads: SupportsIndex = BUFFERED_IO_THREADS,
     ) -> None:
-        self.schedule_name = text(schedule, "schedule")
+        self.schedule_name: str = text(schedule, "schedule")
         if self.schedule_name not in _SCHEDULES:
             raise ConfigError(f"schedule={schedule!r}: must be one of {', '.join(_SCHEDULES)}")
-        self.seed = whole(seed, "seed")
+        self.seed: int = whole(seed, "seed")
         timeout = None if transfer_timeout is None else positive(transfer_timeout, "transfer_timeout")
         stall_s = positive(stall_timeout_s, "stall_timeout_s")
         workers = at_least(io_threads, "io_threads", 1)
@@ -91,7 +91,7 @@ class EmulatedDriver(IdentifyingDriver):
 
     # --- faults and gates, for tests
 
-    def fail(self, call: object, nth: object = 1, times: object = 1, effect: object = EFFECT_ERROR) -> None:
+    def fail(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1, effect: str = EFFECT_ERROR) -> None:
         """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
 
         A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
@@ -99,7 +99,7 @@ class EmulatedDriver(IdentifyingDriver):
         """
         self._failures.order(call, nth, times, effect)
 
-    def hang(self, call: object, nth: object = 1, times: object = 1) -> EmulatedGate:
+    def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
         """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
         order = self._hangs.order(call, nth, times, EFFECT_ERROR)
         order.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
@@ -110,7 +110,7 @@ class EmulatedDriver(IdentifyingDriver):
         self._failures.clear()
         self._hangs.clear()
 
-    def gate(self, stream: object = DEFAULT_STREAM) -> EmulatedGate:
+    def gate(self, stream: SupportsIndex = DEFAULT_STREAM) -> EmulatedGate:
         """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
         self._advance()
         queue = self._queue("gate", whole(stream, "stream"))
@@ -198,7 +198,7 @@ class EmulatedDriver(IdentifyingDriver):
         self._advance()
         self._space.host_unregister(address, nbytes)
 
-    def read_bytes(self, address: object, nbytes: object) -> bytes:
+    def read_bytes(self, address: SupportsIndex, nbytes: SupportsIndex) -> bytes:
         """The bytes of device or registered host memory as they are now, whatever is still queued."""
         source, count = whole(address, "address"), at_least(nbytes, "nbytes", 0)
         if count == 0:
@@ -206,7 +206,7 @@ class EmulatedDriver(IdentifyingDriver):
         self._space.check_copy("read_bytes", "source", source, count)
         return read_memory(source, count)
 
-    def write_bytes(self, address: object, data: object) -> None:
+    def write_bytes(self, address: SupportsIndex, data: bytes) -> None:
         """Overwrite device or registered host memory now, whatever is still queued."""
         destination, given = whole(address, "address"), octets(data, "data")
         if given:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import struct
 from abc import ABC, abstractmethod
-from typing import Final, TypeAlias
+from typing import Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import i64, mypyc_attr
 
-from kv_cache_manager_v2.arguments import items_of, unsigned_or_none
+from kv_cache_manager_v2.arguments import Integers, items_of, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope, make_block_keys
@@ -27,7 +27,7 @@ from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack
 _log: Final = logging.getLogger(__name__)
 
 V1_BLOCK_KEY: Final = "v1_block_key"
-HASH_ALGORITHMS: Final = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
+HASH_ALGORITHMS: Final[tuple[str, ...]] = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
 
 BlockName: TypeAlias = int | bytes  # what tells published names apart: the number, or the key whose digits they are
 
@@ -48,10 +48,10 @@ class HashedBlock:
     def __init__(self, parent: HashedBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
         self.parent = parent  # None for a root, and once the block has left the tree and the stream has said so
         self.tokens = tokens  # packed
-        self.is_text = len(tokens) == TOKEN_BYTES * num_tokens  # no digests
+        self.is_text: bool = len(tokens) == TOKEN_BYTES * num_tokens  # no digests
         self.scope = scope
         self.key: bytes | None = None  # chained key, once computed
-        self.v1 = 0 if parent is None else _UNKNOWN
+        self.v1: int = 0 if parent is None else _UNKNOWN
 
     def is_root(self) -> bool:
         return not self.tokens
@@ -192,7 +192,12 @@ def short_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-def v1_block_hash(tokens: object, parent_hash: object = None, lora_id: object = None, salt: object = None) -> int:
+def v1_block_hash(
+    tokens: Integers,
+    parent_hash: SupportsIndex | None = None,
+    lora_id: SupportsIndex | None = None,
+    salt: SupportsIndex | None = None,
+) -> int:
     """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
     (all later ones depend on it through their parents); the LoRA id enters every block.
 

@@ -1,14 +1,13 @@
 """The event manager: what became reusable, moved or went, as a stream that routers read.
 
-Rule: the cache only queues event records of a few words, where a change happens. Hashing and ordering them is left to the next
-flush or snapshot, outside of the cache's lock.
+Rule: the cache only queues short records of what changed. The next flush or snapshot hashes and orders them, outside of its lock.
 
     page_stored, ...  ->  event records  ->  pending events  ->  ready events  ->  get_latest_events
     under the manager's lock            flush_iteration_events                any thread
 
 The stream is a contract. Per layer group a block is stored before it is moved or removed, is removed once, and is stored again only
 after that; so a snapshot and the events from its `next_event_id` on always give what is cached (`EventMirror` does it). Event ids
-count up by one: a gap means that the reader was too slow and events were dropped, oldest first (`num_dropped_events` counts them).
+count up by one: at a gap the reader was too slow, and events were dropped, oldest first (`num_dropped_events` counts them).
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from typing import Final, TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, SupportsFloat, SupportsIndex, TypeAlias
 
 from kv_cache_manager_v2 import arguments
+from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events.announced import AnnouncedBlocks
 from kv_cache_manager_v2.events.blocks import (
@@ -61,7 +61,7 @@ from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from kv_cache_manager_v2.reuse.block import Block
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
-
+BlockHashes: TypeAlias = BlockHash | bytes | Iterable[BlockHash | bytes]  # one or several
 MAX_RECORDS: Final = 1 << 18  # with more, the queue is processed at once: an engine that never flushes costs no more memory
 MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
 
@@ -72,7 +72,7 @@ _SNAPSHOT_ID: Final = -1
 
 
 class KVCacheEventManager(CacheListener):
-    """Give it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once per iteration, and read from anywhere.
+    """Pass it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once an iteration, read on any thread.
 
     `max_kv_event_entries` bounds the events that wait for a reader; 0 turns events off. `hash_algo` says how events name blocks
     (see hashes.py); None: by the manager's own keys, "v2_blake3" unless its `block_key_hash` says otherwise. Events carry the
@@ -85,14 +85,14 @@ class KVCacheEventManager(CacheListener):
 
     def __init__(
         self,
-        max_kv_event_entries: object,
+        max_kv_event_entries: SupportsIndex,
         *,
-        window_size: object = 0,
-        attention_dp_rank: object = None,
-        attention_dp_gather: object = None,
-        hash_algo: object = None,
-        window_size_by_layer_group: object = None,
-        mm_token_id_offset: object = None,
+        window_size: SupportsIndex = 0,
+        attention_dp_rank: SupportsIndex | None = None,
+        attention_dp_gather: EventGather | None = None,
+        hash_algo: str | None = None,
+        window_size_by_layer_group: Mapping[int, SupportsIndex] | None = None,
+        mm_token_id_offset: SupportsIndex | None = None,
     ) -> None:
         self._records: list[EventRecord] = []  # written under the cache manager's lock
         self._max = arguments.whole(max_kv_event_entries, "max_kv_event_entries")
@@ -103,9 +103,9 @@ class KVCacheEventManager(CacheListener):
         window = arguments.at_least(window_size, "window_size", 0)
         windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
         self._rank = arguments.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
-        self._gather: EventGather | None = None
         if attention_dp_gather is not None:
-            self._gather = cast("EventGather", arguments.function(attention_dp_gather, "attention_dp_gather"))
+            arguments.function(attention_dp_gather, "attention_dp_gather")
+        self._gather = attention_dp_gather
         self._mm_offset = arguments.at_least_or_none(mm_token_id_offset, "mm_token_id_offset", 0)
         self._uuids: dict[bytes, str] = {}  # of multimodal items by digest; written under the cache manager's lock
         # guarded by `_work`
@@ -142,10 +142,10 @@ class KVCacheEventManager(CacheListener):
         return dict(self._pending.windows)
 
     @window_size_by_layer_group.setter
-    def window_size_by_layer_group(self, windows: object) -> None:
+    def window_size_by_layer_group(self, windows: Mapping[int, SupportsIndex]) -> None:
         self._pending.windows = windows_of(windows)
 
-    def set_layer_group_window_sizes(self, windows: object) -> None:
+    def set_layer_group_window_sizes(self, windows: Mapping[int, SupportsIndex]) -> None:
         """Set `window_size_by_layer_group`, once the manager has grouped the layers."""
         self._pending.windows = windows_of(windows)
 
@@ -208,7 +208,7 @@ class KVCacheEventManager(CacheListener):
 
     # --- what an engine adds by hand
 
-    def add_created_event(self, num_blocks_per_cache_level: object, layer_group_ids: object = None) -> None:
+    def add_created_event(self, num_blocks_per_cache_level: Integers, layer_group_ids: Integers | None = None) -> None:
         """Blocks on each cache level; one event for each layer group, or one for all (None)."""
         counts = arguments.wholes(num_blocks_per_cache_level, "num_blocks_per_cache_level", 0)
         groups = [NO_GROUP] if layer_group_ids is None else groups_of(layer_group_ids)
@@ -217,7 +217,9 @@ class KVCacheEventManager(CacheListener):
                 for group in groups:
                     self._pending.add(KVCacheCreatedData(list(counts)), group)
 
-    def add_stored_event(self, parent_hash: object, blocks: object, layer_group_id: object = None) -> None:
+    def add_stored_event(
+        self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: SupportsIndex | None = None
+    ) -> None:
         """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
         parent = None if parent_hash is None else block_hash_of(parent_hash, "parent_hash")
         stored = arguments.instances(blocks, KVCacheStoredBlockData, "blocks")
@@ -229,7 +231,7 @@ class KVCacheEventManager(CacheListener):
                 run.last_block = None
                 run.last_hash = stored[-1].block_hash
 
-    def add_removed_event(self, block_hashes: object, layer_group_id: object = None) -> None:
+    def add_removed_event(self, block_hashes: BlockHashes, layer_group_id: SupportsIndex | None = None) -> None:
         """Hashes pass through. Bytes are chained keys: of announced blocks, which are then no longer so; others are ignored."""
         group = group_of(layer_group_id)
         names = names_of(block_hashes)
@@ -249,7 +251,11 @@ class KVCacheEventManager(CacheListener):
                     self._retract(event_block, group)
 
     def add_updated_event(
-        self, block_hash: object, cache_level: object = None, priority: object = None, layer_group_id: object = None
+        self,
+        block_hash: BlockHash | bytes,
+        cache_level: KVCacheEventDiff | None = None,
+        priority: KVCacheEventDiff | None = None,
+        layer_group_id: SupportsIndex | None = None,
     ) -> None:
         """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
         given = block_hash if isinstance(block_hash, bytes) else block_hash_of(block_hash, "block_hash")
@@ -301,7 +307,7 @@ class KVCacheEventManager(CacheListener):
             published.extend(of_rank)
         self._publish(published, self._max * max(1, len(gathered)))
 
-    def get_latest_events(self, timeout_ms: object = None) -> list[KVCacheEvent]:
+    def get_latest_events(self, timeout_ms: SupportsFloat | None = None) -> list[KVCacheEvent]:
         """All events that wait, oldest first, once there is any; [] after `timeout_ms` without one, at once if that is not above 0.
 
         None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while

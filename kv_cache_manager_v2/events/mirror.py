@@ -6,6 +6,9 @@ that: an event that contradicts what it knows is an error of the stream, and a g
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
 from kv_cache_manager_v2.arguments import at_least, at_least_or_none, each_of, given, instance, instances, items_of, shown, whole
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.events.records import (
@@ -42,13 +45,13 @@ class MirroredBlock:
 class EventMirror:
     """What one rank's cache holds. Without a snapshot it begins empty, with event 0."""
 
-    def __init__(self, snapshot: object = None) -> None:
+    def __init__(self, snapshot: EventSnapshot | None = None) -> None:
         self.blocks: dict[BlockHash, MirroredBlock] = {}
         self.next_event_id = 0
         if snapshot is not None:
             self.reset(snapshot)
 
-    def reset(self, snapshot: object) -> None:
+    def reset(self, snapshot: EventSnapshot) -> None:
         """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
         instance(snapshot, EventSnapshot, "snapshot")
         events = _events(given(snapshot, "events"))
@@ -63,7 +66,7 @@ class EventMirror:
             raise
         self.next_event_id = next_event_id
 
-    def apply(self, events: object) -> bool:
+    def apply(self, events: Iterable[KVCacheEvent]) -> bool:
         """Take in events in the order of the stream; those that the snapshot contains are skipped.
 
         False: events are missing before one of these, and nothing from there on was taken in; `reset` with a new snapshot. Raises
@@ -78,7 +81,7 @@ class EventMirror:
             self.next_event_id += 1
         return True
 
-    def num_cached(self, block_hashes: object, layer_group_id: object) -> int:
+    def num_cached(self, block_hashes: Sequence[BlockHash], layer_group_id: SupportsIndex) -> int:
         """How many of a prompt's blocks, from its first one on, the layer group has."""
         group = at_least(layer_group_id, "layer_group_id", NO_GROUP)
         hashes = [block_hash_of(item, "block_hashes") for item in items_of(block_hashes, "block_hashes", "block hashes")]

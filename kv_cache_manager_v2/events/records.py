@@ -6,7 +6,7 @@ tokens packed, as they were committed, until they are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, SupportsIndex, TypeAlias
 
@@ -61,12 +61,12 @@ class KVCacheStoredBlockData:
 
     def __init__(
         self,
-        block_hash: object,
-        tokens: object,
-        cache_level: object,
-        priority: object,
-        mm_keys: object = (),
-        cache_salt: object = None,
+        block_hash: BlockHash,
+        tokens: Sequence[UniqueToken] | bytes,
+        cache_level: SupportsIndex,
+        priority: SupportsIndex,
+        mm_keys: Sequence[MmKey] = (),
+        cache_salt: str | None = None,
     ) -> None:
         """`tokens` are `UniqueToken` records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
         self._block_hash = block_hash_of(block_hash, "block_hash")
@@ -224,7 +224,7 @@ class EventSnapshot:
     next_event_id: int
 
 
-def serialize_events(events: object) -> list[dict[str, Any]]:
+def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]:
     """`to_dict` of each. Raises ConfigError for what is no event."""
     records = [instance(event, KVCacheEvent, "an item of events") for event in each_of(events, "events", "KVCacheEvent")]
     return [event.to_dict() for event in records]
@@ -242,7 +242,7 @@ def group_of(layer_group_id: object) -> int:
 
 def groups_of(layer_group_ids: object) -> list[int]:
     """Some layer groups."""
-    return [at_least(item, "layer_group_ids", 0) for item in each_of(layer_group_ids, "layer_group_ids", "integers")]
+    return [at_least(item, "layer_group_ids", 0) for item in items_of(layer_group_ids, "layer_group_ids", "integers")]
 
 
 def names_of(block_hashes: object) -> list[BlockHash | bytes]:

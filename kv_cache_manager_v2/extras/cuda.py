@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, function, positive, whole
 from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
@@ -37,11 +38,11 @@ class CudaDriver(IdentifyingDriver):
 
     def __init__(
         self,
-        device: object = 0,
+        device: SupportsIndex = 0,
         *,
         bindings: ModuleType | None = None,
-        io_threads: object = DEFAULT_IO_THREADS,
-        transfer_timeout: object = DEFAULT_TIMEOUT_S,
+        io_threads: SupportsIndex = DEFAULT_IO_THREADS,
+        transfer_timeout: SupportsFloat = DEFAULT_TIMEOUT_S,
         move: FileMover = move_file_range,
     ) -> None:
         ordinal = whole(device, "device")

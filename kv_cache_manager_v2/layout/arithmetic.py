@@ -5,10 +5,13 @@ Rule: sizes and counts are exact ints; no float takes part in a decision about m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import SupportsIndex, TypeVar, cast
 
-from kv_cache_manager_v2.arguments import at_least, instance, whole
+from kv_cache_manager_v2.arguments import instance, whole
 from kv_cache_manager_v2.errors import ConfigError
+
+_Id = TypeVar("_Id", bound=SupportsIndex)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -34,7 +37,7 @@ def round_half_even(a: int, b: int) -> int:
     return quotient
 
 
-def exact_div(a: object, b: object) -> int:
+def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
     """a / b, which must leave no rest. Raises ConfigError otherwise."""
     whole_a, whole_b = whole(a, "a"), whole(b, "b")
     if whole_b == 0 or whole_a % whole_b != 0:
@@ -42,9 +45,14 @@ def exact_div(a: object, b: object) -> int:
     return whole_a // whole_b
 
 
-def typed_range(end: object) -> list[int]:
-    """The ids 0, 1, ..., end-1, to type checkers of the same type as `end`: for loops over what a NewType counts."""
-    return list(range(at_least(end, "end", 0)))
+def typed_range(*bounds: _Id) -> Sequence[_Id]:
+    """`range(*bounds)`, of the type of its bounds for a type checker: for loops over what a NewType counts."""
+    if not 1 <= len(bounds) <= 3:
+        raise ConfigError(f"typed_range takes 1 to 3 bounds, not {len(bounds)}")
+    numbers = [whole(bound, "a bound") for bound in bounds]
+    if len(numbers) == 3 and numbers[2] == 0:
+        raise ConfigError("the step of typed_range is 0; it must not be")
+    return cast("Sequence[_Id]", range(*numbers))
 
 
 class HalfOpenRange:
@@ -53,9 +61,9 @@ class HalfOpenRange:
     Not a tuple: a compiled tuple subclass would lose its own length and truth value.
     """
 
-    def __init__(self, beg: object, end: object) -> None:
-        self.beg = whole(beg, "beg")
-        self.end = whole(end, "end")
+    def __init__(self, beg: SupportsIndex, end: SupportsIndex) -> None:
+        self.beg: int = whole(beg, "beg")
+        self.end: int = whole(end, "end")
 
     def __len__(self) -> int:
         return self.end - self.beg if self.end > self.beg else 0
@@ -83,7 +91,7 @@ class HalfOpenRange:
     def __repr__(self) -> str:
         return f"HalfOpenRange({self.beg}, {self.end})"
 
-    def intersect(self, other: object) -> HalfOpenRange:
+    def intersect(self, other: HalfOpenRange) -> HalfOpenRange:
         """The members common to both."""
         given = instance(other, HalfOpenRange, "other")
         return HalfOpenRange(max(self.beg, given.beg), min(self.end, given.end))

@@ -87,7 +87,7 @@ class SizingTable:
         )
 
 
-def explain_sizing(config: object) -> SizingTable:
+def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
     """How the quota of each tier of a configuration becomes slots, by pool group, and what bounds it. Takes no memory.
 
     A quota below its minimum is shown raised, as a manager would raise it. Raises ConfigError for an invalid configuration.

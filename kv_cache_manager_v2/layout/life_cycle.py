@@ -10,7 +10,7 @@ the positions h + 1 - W .. h, of which W - 1 are history.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least
 from kv_cache_manager_v2.errors import ConfigError
@@ -71,7 +71,7 @@ class LifeCycle(ABC):
     def structural_floor(self, widest_window_blocks: int) -> int:
         """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
 
-    def get_stale_range(self, history_length: object, tokens_per_block: object = None) -> HalfOpenRange:
+    def get_stale_range(self, history_length: SupportsIndex, tokens_per_block: SupportsIndex | None = None) -> HalfOpenRange:
         """`stale` as a range object, for custom priority callbacks. `tokens_per_block` can only be the life cycle's own."""
         if tokens_per_block is not None and at_least(tokens_per_block, "tokens_per_block", 1) != self.tokens_per_block:
             raise ConfigError(
@@ -93,7 +93,9 @@ class AttentionLifeCycle(LifeCycle):
         self._sink_blocks = sink_blocks
 
     @staticmethod
-    def make(window_size: object, num_sink_tokens: object, tokens_per_block: object) -> AttentionLifeCycle:
+    def make(
+        window_size: SupportsIndex | None, num_sink_tokens: SupportsIndex | None, tokens_per_block: SupportsIndex
+    ) -> AttentionLifeCycle:
         """One of a window (None: full attention) and so many sink tokens, apart from any model. Raises ConfigError."""
         size = at_least(tokens_per_block, "tokens_per_block", 1)
         window = None if window_size is None else at_least(window_size, "window_size", 1)

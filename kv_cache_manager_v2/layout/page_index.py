@@ -19,8 +19,19 @@ buffers of a layer ever meet, whatever u and S are, and q blocks need ceil(q * u
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
+from typing import SupportsIndex
 
-from kv_cache_manager_v2.arguments import WORD_LIMIT, at_least, each_of, instance, instance_or_none, wholes
+from kv_cache_manager_v2.arguments import (
+    WORD_LIMIT,
+    Integers,
+    at_least,
+    each_of,
+    instance,
+    instance_or_none,
+    page_index_mode_or_none,
+    wholes,
+)
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, LifeCycleId, PageIndexMode, PoolGroupId, PoolId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div
@@ -30,9 +41,9 @@ from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
 class ScratchDesc:
     """The scratch blocks of one request in one layer group, and the slots that they share. Truthy iff there are any blocks."""
 
-    def __init__(self, range: object, slot_ids: object) -> None:
-        self.range = instance(range, HalfOpenRange, "range")  # block ordinals
-        self.slot_ids = wholes(slot_ids, "slot_ids", 0)
+    def __init__(self, range: HalfOpenRange, slot_ids: Integers) -> None:
+        self.range: HalfOpenRange = instance(range, HalfOpenRange, "range")  # block ordinals
+        self.slot_ids: list[int] = wholes(slot_ids, "slot_ids", 0)
 
     def __bool__(self) -> bool:
         return bool(self.range)
@@ -56,11 +67,11 @@ class PageIndexConverter:
     """Turns base page indices (slot ids by block ordinal) into the page indices of one buffer. Keeps no state."""
 
     def __init__(self, place: BufferPlace, scratch_enabled: bool = False) -> None:
-        self.scale = place.scale  # buffers in the coalesced buffer
-        self.layer_offset = place.position  # the buffer's position among them
-        self.expansion = place.expansion  # page indices for each block
-        self.layer_util = place.layer_util  # buffers of the layer in the coalesced buffer
-        self.layer_first = place.layer_first  # position of the first of them
+        self.scale: int = place.scale  # buffers in the coalesced buffer
+        self.layer_offset: int = place.position  # the buffer's position among them
+        self.expansion: int = place.expansion  # page indices for each block
+        self.layer_util: int = place.layer_util  # buffers of the layer in the coalesced buffer
+        self.layer_first: int = place.layer_first  # position of the first of them
         self.scratch_enabled = scratch_enabled  # then the caller must say the mode: the common default would be wrong
 
     @property
@@ -80,13 +91,18 @@ class PageIndexConverter:
     def __hash__(self) -> int:
         return hash(self.__reduce__()[1])
 
-    def __call__(self, base_indices: object, mode: object = None, scratch: object = None) -> array[int]:
+    def __call__(
+        self,
+        base_indices: Iterable[SupportsIndex],
+        mode: PageIndexMode | SupportsIndex | None = None,
+        scratch: ScratchDesc | None = None,
+    ) -> array[int]:
         """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
 
         `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED where scratch blocks may
         occur, if the scratch slots are too few for their blocks, or if an index does not fit int32.
         """
-        mode = instance_or_none(mode, PageIndexMode, "mode")
+        mode = page_index_mode_or_none(mode, "mode")
         borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
         with_scratch = borrowed is not None and bool(borrowed)
         if mode is None and (with_scratch or self.scratch_enabled):

@@ -15,13 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Final
+from typing import Final, SupportsIndex, TypeAlias
 
 from blake3 import blake3
 
 from kv_cache_manager_v2.arguments import at_least, instance, text, unsigned_or_none
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence, has_digest, pack, unpack
+from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, Tokens, TokenSequence, has_digest, pack, unpack
 
 KEY_BYTES: Final = 32
 _LORA_BIT: Final = 1
@@ -31,11 +31,11 @@ _SALT_BIT: Final = 2
 class ReuseScope:
     """Who may share cached blocks: requests of equal LoRA id and equal salt. None is a value of its own, different from 0."""
 
-    def __init__(self, lora_id: object = None, salt: object = None) -> None:
+    def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None:
         self.lora_id: Final[int | None] = unsigned_or_none(lora_id, "lora_id")
         self.salt: Final[int | None] = unsigned_or_none(salt, "salt")
         mask = (0 if lora_id is None else _LORA_BIT) | (0 if salt is None else _SALT_BIT)
-        self.data: Final = bytes([mask]) + _field(self.lora_id) + _field(self.salt)  # the scope bytes
+        self.data: Final[bytes] = bytes([mask]) + _field(self.lora_id) + _field(self.salt)  # the scope bytes
 
     def __iter__(self) -> Iterator[int | None]:
         return iter((self.lora_id, self.salt))
@@ -53,6 +53,9 @@ class ReuseScope:
 
     def __reduce__(self) -> tuple[type[ReuseScope], tuple[int | None, int | None]]:
         return ReuseScope, (self.lora_id, self.salt)
+
+
+ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]  # (lora_id, salt) stands for a scope
 
 
 class BlockKeys(ABC):
@@ -138,7 +141,7 @@ def _without_marks(tokens: bytes) -> bytes:
 
 
 def sequence_to_blockchain_keys(
-    tokens_per_block: object, reuse_scope: object, tokens: object, block_key_hash: object = "blake3"
+    tokens_per_block: SupportsIndex, reuse_scope: ScopeLike | None, tokens: Tokens, block_key_hash: str = "blake3"
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
     """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
 

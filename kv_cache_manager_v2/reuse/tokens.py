@@ -13,15 +13,15 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from ctypes import string_at
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import at_least, given, octets, shown, text
+from kv_cache_manager_v2.arguments import IntBuffer, at_least, given, octets, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 
@@ -86,6 +86,10 @@ class TokenSequence:
         if num_bytes < TOKEN_BYTES * last + DIGEST_BYTES * before + TOKEN_BYTES:
             return last
         return (num_bytes - DIGEST_BYTES * before) >> 2
+
+
+TokenIdExt: TypeAlias = int | bytes | MmItemContext  # a token: an id, a digest, or a multimodal item
+Tokens: TypeAlias = Sequence[SupportsIndex | bytes | MmItemContext] | IntBuffer | TokenSequence  # what calls take as tokens
 
 
 def pack(tokens: object, text_only: bool = False) -> TokenSequence:
@@ -178,7 +182,11 @@ def has_digest(data: bytes) -> bool:
 
 
 def gen_multimodal_cache_key_tokens(
-    id_offset: object, multi_modal_data_digest: object, num_tokens: object, token_offset: object = 0, uuid: object = None
+    id_offset: SupportsIndex,
+    multi_modal_data_digest: bytes,
+    num_tokens: SupportsIndex,
+    token_offset: SupportsIndex = 0,
+    uuid: str | None = None,
 ) -> list[int | bytes | MmItemContext]:
     """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
 

@@ -1,3 +1,8 @@
+"""KV-cache management for LLM inference engines: paged, shared by prefix, tiered over GPU, host memory and disk.
+
+The public face: names are re-exported here and nothing is decided here. Start with `KVCacheManager` and `KVCacheManagerConfig`.
+"""
+
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.config import (
@@ -14,7 +19,6 @@ from kv_cache_manager_v2.config import (
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.diagnostics import num_live_managers, poison_reason, take_poison
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.disagg.page_matching import TransferPlan, match_page_tables
 from kv_cache_manager_v2.disagg.page_table import KVCachePageTable, page_table_of
@@ -79,7 +83,7 @@ from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
-from kv_cache_manager_v2.reuse.tokens import MmItemContext, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.reuse.tokens import MmItemContext, TokenIdExt, Tokens, gen_multimodal_cache_key_tokens
 from kv_cache_manager_v2.statistics import (
     ITERATION_FIELDS,
     KVCacheIterationStatsDelta,
@@ -96,7 +100,6 @@ from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 _KVCache = KVCache
 _KV_CACHE_ITERATION_STATS_DELTA_FIELDS = ITERATION_FIELDS
 __all__ = [
-    # the manager and its requests
     "KVCacheManager",
     "KVCache",
     "_KVCache",
@@ -108,10 +111,6 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
-    "num_live_managers",
-    "poison_reason",
-    "take_poison",
-    # configuration
     "KVCacheManagerConfig",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
@@ -123,12 +122,10 @@ __all__ = [
     "KVCacheDesc",
     "BatchDesc",
     "SwaScratchReuseConfig",
-    # devices
     "Driver",
     "EmulatedDriver",
     "BuildInfo",
     "build_info",
-    # layout
     "AggregatedPageDesc",
     "AttnLifeCycle",
     "BufferId",
@@ -148,16 +145,15 @@ __all__ = [
     "exact_div",
     "explain_sizing",
     "typed_range",
-    # page tables
     "KVCachePageTable",
     "TransferPlan",
     "match_page_tables",
     "page_table_of",
-    # tokens and keys
     "MmItemContext",
+    "TokenIdExt",
+    "Tokens",
     "gen_multimodal_cache_key_tokens",
     "sequence_to_blockchain_keys",
-    # statistics
     "KVCacheIterationStatsDelta",
     "KVCacheStatsDelta",
     "MovementCounters",
@@ -165,10 +161,8 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
-    # why a prompt was not reused further
     "MissCause",
     "MissReport",
-    # events
     "CacheListener",
     "EventMirror",
     "EventSnapshot",
@@ -183,7 +177,6 @@ __all__ = [
     "UniqueToken",
     "serialize_events",
     "v1_block_hash",
-    # ids, enums, constants
     "BAD_PAGE_INDEX",
     "DEFAULT_BEAM_INDEX",
     "GPU_LEVEL",
@@ -202,7 +195,6 @@ __all__ = [
     "PoolId",
     "SlotId",
     "Stream",
-    # errors
     "AlreadyDroppedError",
     "ConfigError",
     "CorruptedError",

@@ -1,30 +1,48 @@
+"""What the user configures: memory tiers, layers and their buffers, and the knobs of the manager.
+
+Rule: a configuration that exists is valid. Each record checks itself on construction, and `validate()` checks again whatever was
+assigned since; both raise `ConfigError` with the field, its value and what would be right. Sizes are bytes, lengths are tokens.
+
+The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
+"""
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
 @dataclass
 class CacheTierConfig(ABC):
+    """One level of memory: its kind and how many bytes all pools of the level may take together."""
+
     quota: int
 
     def validate(self) -> None: ...
     @property
     @abstractmethod
-    def tier(self) -> CacheTier: ...
+    def tier(self) -> CacheTier:
+        """The kind of memory."""
 
 @dataclass
 class GpuCacheTierConfig(CacheTierConfig):
+    """Device memory. Level 0 is always this tier."""
+
     @property
     def tier(self) -> CacheTier: ...
 
 @dataclass
 class HostCacheTierConfig(CacheTierConfig):
+    """Pinned host memory."""
+
     @property
     def tier(self) -> CacheTier: ...
 
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
+    """Files in one directory; they have no name, so nothing is left behind."""
+
     path: str
 
     def validate(self) -> None: ...
@@ -33,44 +51,58 @@ class DiskCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class BufferConfig:
+    """One buffer of a layer: the bytes that it needs for one block."""
+
     role: DataRole
     size: int
     tokens_per_block_override: int | None = None
 
     def validate(self) -> None: ...
-    def expansion(self, tokens_per_block: int) -> int: ...
+    def expansion(self, tokens_per_block: SupportsIndex) -> int:
+        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
 
 @dataclass
 class LayerConfig(ABC):
+    """One layer of the model and its buffers."""
+
     layer_id: LayerId
     buffers: Sequence[BufferConfig]
 
     def validate(self) -> None: ...
     @property
     @abstractmethod
-    def window_size(self) -> int | None: ...
+    def window_size(self) -> int | None:
+        """Tokens that a query sees, itself included; None: all."""
+
     @abstractmethod
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]: ...
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
+        """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
 
 @dataclass
 class AttentionLayerConfig(LayerConfig):
+    """A layer of full attention, or of sliding-window attention with optional sinks."""
+
     sliding_window_size: int | None = None
     num_sink_tokens: int | None = None
 
     def validate(self) -> None: ...
     @property
     def window_size(self) -> int | None: ...
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]: ...
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
 
 @dataclass
 class SsmLayerConfig(LayerConfig):
+    """A recurrent layer: one state per request, whatever the request's length."""
+
     def validate(self) -> None: ...
     @property
     def window_size(self) -> int | None: ...
-    def group_key(self, tokens_per_block: int) -> tuple[bool, int, int]: ...
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
 
 @dataclass
 class KVCacheDesc:
+    """The shape of one request in a batch, in tokens."""
+
     capacity: int
     history_length: int
 
@@ -78,6 +110,8 @@ class KVCacheDesc:
 
 @dataclass
 class BatchDesc:
+    """Requests that are to be on the GPU together; they share the first `system_prompt_length` tokens."""
+
     kv_caches: Sequence[KVCacheDesc]
     system_prompt_length: int = 0
 
@@ -85,19 +119,23 @@ class BatchDesc:
 
 @dataclass
 class SwaScratchReuseConfig:
+    """Blocks that leave every window within one prefill step borrow parts of shared slots instead of taking slots of their own."""
+
     max_rewind_len: int = 0
 
     def validate(self) -> None: ...
 
 @dataclass
 class KVCacheManagerConfig:
+    """Everything that a manager is built from. The manager keeps a deep copy."""
+
     tokens_per_block: int
     cache_tiers: Sequence[CacheTierConfig]
     layers: Sequence[LayerConfig]
     max_util_for_resume: float = 0.97
     enable_partial_reuse: bool = True
     reuse_match_backoff: int = 0
-    constraints: Sequence[BatchDesc] = ...
+    constraints: Sequence[BatchDesc] = ()
     typical_step: BatchDesc | None = None
     initial_pool_ratio: Sequence[float] | None = None
     swa_scratch_reuse: SwaScratchReuseConfig | None = None
@@ -116,6 +154,11 @@ class KVCacheManagerConfig:
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...
-    def copy(self) -> KVCacheManagerConfig: ...
-    def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig: ...
-    def validate(self) -> None: ...
+    def copy(self) -> KVCacheManagerConfig:
+        """A deep copy: nothing is shared with this one."""
+
+    def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
+        """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
+
+    def validate(self) -> None:
+        """Check everything, also what was assigned after construction. Raises ConfigError."""

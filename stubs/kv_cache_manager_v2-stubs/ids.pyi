@@ -1,4 +1,11 @@
-from enum import Enum, IntEnum
+"""Ids, enums and constants: the vocabulary of every floor.
+
+Rule: an id is a plain int at run time. What the user brings (layers, roles, streams) is plain for the type checker too; what
+we hand out has a type of its own, so that a life cycle is never used as a pool group. Calling a NewType costs nothing once
+compiled.
+"""
+
+from enum import IntEnum
 from typing import Final, NewType, TypeAlias
 
 LayerId: TypeAlias = int
@@ -15,28 +22,38 @@ Point = NewType("Point", int)
 DataRole: TypeAlias = str
 
 class CacheTier(IntEnum):
+    """Kind of memory behind a cache level."""
+
     GPU_MEM = 0
     HOST_MEM = 1
     DISK = 2
 
 class PageStatus(IntEnum):
-    LOCKED = 0
-    HELD = 1
-    DROPPABLE = 2
+    """What may be done to a page; read off its two counters, never stored."""
 
-class PageIndexMode(Enum):
+    LOCKED = 1
+    HELD = 2
+    DROPPABLE = 3
+
+class PageIndexMode(IntEnum):
+    """How a layer's page index is counted from its base address.
+
+    SHARED: base address = pool base + the buffer's offset; all layers of a group use equal indices.
+    PER_LAYER: base address = pool base; the layer's offset is folded into the index. Scratch blocks need it.
+    """
+
     SHARED = 0
     PER_LAYER = 1
 
-GPU_LEVEL: Final = CacheLevel(0)
-DEFAULT_BEAM_INDEX: Final = BeamIndex(0)
+GPU_LEVEL: Final[CacheLevel]
+DEFAULT_BEAM_INDEX: Final[BeamIndex]
 BAD_PAGE_INDEX: Final = -1
-NULL_POINT: Final = Point(0)
-NO_SLOT: Final = SlotId(-1)
+NULL_POINT: Final[Point]
+NO_SLOT: Final[SlotId]
 PRIORITY_MIN: Final = 0
 PRIORITY_MAX: Final = 100
 PRIORITY_DEFAULT: Final = 35
-TOKEN_ID_LIMIT: Final = 1 << 31
+TOKEN_ID_LIMIT: Final[int]
 DIGEST_BYTES: Final = 32
-UNSIGNED_64_LIMIT: Final = 1 << 64
-INT32_MAX: Final = (1 << 31) - 1
+UNSIGNED_64_LIMIT: Final[int]
+INT32_MAX: Final[int]

@@ -1,31 +1,50 @@
+"""What tests and tools may ask about the inside of a manager, and the few states that they may stage.
+
+Rule: a question changes nothing and answers in plain records. Whatever changes something says so in its name (`make_`, `close_`,
+`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines: structures behind it may change. Each
+call takes the manager's lock, so another thread may ask while the engine works.
+"""
+
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kv_cache_manager_v2.config import BatchDesc, SwaScratchReuseConfig
-from kv_cache_manager_v2.ids import CacheLevel, LifeCycleId, PageStatus, PoolGroupId
+from kv_cache_manager_v2.ids import GPU_LEVEL, CacheLevel, LifeCycleId, PageStatus, PoolGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import Tokens
 from kv_cache_manager_v2.statistics import StorageStatistics
 from kv_cache_manager_v2.storage.page import Page
 
 SAMPLES_ENOUGH: Final = 2001
 
 class SlotCounts(NamedTuple):
+    """Slots of one pool group on one level: total = free + evictable + unavailable."""
+
     total: int
     free: int
     evictable: int
     unavailable: int
 
-def slot_counts(manager: KVCacheManager, level: int = 0, pool_group: int = 0) -> SlotCounts: ...
-def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]: ...
-def storage_statistics(manager: KVCacheManager, level: CacheLevel = ...) -> list[StorageStatistics]: ...
-def storage_utilization(manager: KVCacheManager, level: CacheLevel = ...) -> list[float]: ...
+def slot_counts(manager: KVCacheManager, level: int = 0, pool_group: int = 0) -> SlotCounts:
+    """O(1)."""
+
+def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]:
+    """Of every level and pool group, level by level."""
+
+def storage_statistics(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
+    """By pool group. Raises ConfigError for a level that there is not."""
+
+def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:
+    """Share of the slots that are unavailable, 0..1, by pool group: what the gate of `resume` looks at."""
 
 class PageInfo(NamedTuple):
+    """A page as it was when asked."""
+
     life_cycle: int
     level: int
     slot: int
@@ -38,39 +57,88 @@ class PageInfo(NamedTuple):
     linked: bool
     plans: int
 
-def page_info(page: Page | None) -> PageInfo | None: ...
-def request_pages(cache: KVCache, life_cycle: int, beam: int = 0) -> list[Page | None]: ...
-def state_page(cache: KVCache, beam: int = 0) -> Page | None: ...
-def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]: ...
-def live_pages(cache: KVCache) -> list[Page]: ...
-def committed_page_is_linked(cache: KVCache, ordinal: int, life_cycle: int) -> bool | None: ...
-def is_commit_allowed(cache: KVCache) -> bool: ...
-def num_tree_blocks(manager: KVCacheManager) -> int: ...
-def num_roots(manager: KVCacheManager) -> int: ...
-def all_tree_blocks(manager: KVCacheManager) -> list[Block]: ...
-def all_tree_pages_droppable(manager: KVCacheManager) -> bool: ...
-def tree_path(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> list[Block]: ...
-def page_of(block: Block, life_cycle: int) -> Page | None: ...
-def path_coverage(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int) -> list[int]: ...
-def path_levels(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int = 0) -> list[int]: ...
+def page_info(page: Page | None) -> PageInfo | None:
+    """The record of a page; None for none."""
+
+def request_pages(cache: KVCache, life_cycle: int, beam: int = 0) -> list[Page | None]:
+    """A request's pages of an attention life cycle, by block ordinal; stale ones that wait for a commit are listed too.
+
+    Raises ConfigError for a life cycle that is recurrent or that there is not.
+    """
+
+def state_page(cache: KVCache, beam: int = 0) -> Page | None:
+    """The page of a request's live recurrent state; None without one."""
+
+def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]:
+    """(live pages by level, those of them that could be evicted but stand in no queue, by level) of an open request.
+
+    The second list is all zeros unless the storage has lost track of a page.
+    """
+
+def live_pages(cache: KVCache) -> list[Page]:
+    """The pages that a request's next step may read, recurrent state included; neither scratch nor stale ones."""
+
+def committed_page_is_linked(cache: KVCache, ordinal: int, life_cycle: int) -> bool | None:
+    """Whether the request's page of a committed block is the tree's; None if it has none there, or the block is not committed."""
+
+def is_commit_allowed(cache: KVCache) -> bool:
+    """Whether tokens may still be committed: not after `stop_committing`, an end, or the close."""
+
+def num_tree_blocks(manager: KVCacheManager) -> int:
+    """Cached blocks, roots not counted."""
+
+def num_roots(manager: KVCacheManager) -> int:
+    """Scopes under which something is cached, or being computed."""
+
+def all_tree_blocks(manager: KVCacheManager) -> list[Block]:
+    """Every cached block, parents before children; O(blocks)."""
+
+def all_tree_pages_droppable(manager: KVCacheManager) -> bool:
+    """Whether nobody holds or locks a cached page: so once every request is closed."""
+
+def tree_path(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> list[Block]:
+    """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Whatever
+    their pages are."""
+
+def page_of(block: Block, life_cycle: int) -> Page | None:
+    """The page that a block lists."""
+
+def path_coverage(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int) -> list[int]:
+    """What the pages along the tokens are good for, block by block; 0 where there is none."""
+
+def path_levels(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int = 0) -> list[int]:
+    """The level of each page along the tokens; -1 where there is none."""
 
 class MatchDepths(NamedTuple):
+    """How far a prompt matches: reused <= before_hybrid <= divergence <= lookup."""
+
     reused: int
     before_hybrid: int
     divergence: int
     lookup: int
 
-def reuse_match_depths(manager: KVCacheManager, scope: ReuseScope | None, tokens: object) -> MatchDepths: ...
+def reuse_match_depths(manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens) -> MatchDepths:
+    """What `create_kv_cache` would find, with the manager's own settings."""
+
 def reuse_match_pages(
-    manager: KVCacheManager, scope: ReuseScope | None, tokens: object, life_cycle: int, enable_partial: bool = False
-) -> tuple[int, list[tuple[int, int] | None]]: ...
+    manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
+) -> tuple[int, list[tuple[int, int] | None]]:
+    """(matched tokens, and (slot id, coverage) of the life cycle's page in each matched block, or None), without back-off."""
+
 def reuse_match_planned_drop_counts(
-    manager: KVCacheManager, scope: ReuseScope | None, tokens: object, life_cycle: int, enable_partial: bool = False
-) -> list[int]: ...
-def lose_page(manager: KVCacheManager, page: Page) -> None: ...
-def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None: ...
+    manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
+) -> list[int]:
+    """How many planned drops name the life cycle's page in each matched block; 0 where there is none."""
+
+def lose_page(manager: KVCacheManager, page: Page) -> None:
+    """Have a cached page dropped, with all that follows, as if it had been evicted. Raises LogicError if no block lists it."""
+
+def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
+    """Have a block's page good for fewer tokens than it was. Raises ConfigError for a coverage that is not smaller, or below 1."""
 
 class StagedBlock:
+    """A block that a test put into the tree, with real GPU pages of undefined contents. Opaque."""
+
     shared: ManagerState
     block: Block
     closed: bool
@@ -83,29 +151,73 @@ def make_test_block(
     coverage_per_lc: Sequence[int],
     parent: StagedBlock | None = None,
     reuse_scope: ReuseScope | None = None,
-) -> StagedBlock: ...
-def close_test_block(block: StagedBlock) -> None: ...
-def test_block_key(block: StagedBlock) -> bytes: ...
-def event_manager_add_stored_block(event_manager: CacheListener, block: StagedBlock) -> None: ...
-def event_manager_add_stored_life_cycle(event_manager: CacheListener, block: StagedBlock, life_cycle: int) -> None: ...
-def current_gpu_ratio(manager: KVCacheManager) -> list[float]: ...
-def set_num_sampled_kv_caches(manager: KVCacheManager, count: int) -> None: ...
-def set_last_adjustment_time(manager: KVCacheManager, seconds: float) -> None: ...
-def set_target_ratio_list_gpu(manager: KVCacheManager, ratios: Sequence[float]) -> None: ...
-def force_rebalance_precondition(manager: KVCacheManager, skew: float = 2.0) -> None: ...
-def grains_for_slots(num_slots: int, slot_sizes: Sequence[int], granularity: int) -> int: ...
-def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) -> tuple[int, int]: ...
+) -> StagedBlock:
+    """Put a block of these tokens into the tree, with a page of each life cycle whose coverage is not 0.
+
+    Raises ConfigError (a ValueError) for no tokens or too many, a list of another length, a coverage out of range, a parent that
+    is not full, or a block that the tree has already or covers; OutOfPagesError without room. Nothing has changed then.
+    """
+
+def close_test_block(block: StagedBlock) -> None:
+    """Take a test block out of the tree, its descendants and their pages with it. Idempotent."""
+
+def test_block_key(block: StagedBlock) -> bytes:
+    """The block's chained key."""
+
+def event_manager_add_stored_block(event_manager: CacheListener, block: StagedBlock) -> None:
+    """Tell a listener of every page of a block, as the tree does when it was stored."""
+
+def event_manager_add_stored_life_cycle(event_manager: CacheListener, block: StagedBlock, life_cycle: int) -> None:
+    """Tell a listener of one life cycle's page of a block, if it has one."""
+
+def current_gpu_ratio(manager: KVCacheManager) -> list[float]:
+    """Each pool group's share of the bytes of all GPU slots."""
+
+def set_num_sampled_kv_caches(manager: KVCacheManager, count: int) -> None:
+    """Pretend that so many requests have been closed."""
+
+def set_last_adjustment_time(manager: KVCacheManager, seconds: float) -> None:
+    """Pretend that the last adjustment was then, on the manager's clock."""
+
+def set_target_ratio_list_gpu(manager: KVCacheManager, ratios: Sequence[float]) -> None:
+    """Have the rebalancing aim at these shares of the GPU, by pool group; ConfigError for another number of them."""
+
+def force_rebalance_precondition(manager: KVCacheManager, skew: float = 2.0) -> None:
+    """Have `need_adjustment` true as far as samples, cooldown and the first group's target, `skew` times its share, can make it.
+
+    Raises ConfigError (a ValueError) with fewer than two pool groups.
+    """
+
+def grains_for_slots(num_slots: int, slot_sizes: Sequence[int], granularity: int) -> int:
+    """Grains of memory that the pools of one group need for so many slots."""
+
+def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) -> tuple[int, int]:
+    """(most slots that fit so many grains, grains that they use)."""
+
 def ratio_to_slot_count_list(
     quota: int, slot_sizes: Sequence[Sequence[int]], ratios: Sequence[float], granularity: int, min_slots: Sequence[int]
-) -> list[int]: ...
+) -> list[int]:
+    """How a quota is split between pool groups, by ratio and never below the floors."""
+
 def compute_slots_for_batch(
     manager: KVCacheManager,
     batch: BatchDesc,
     tokens_per_block: int | None = None,
     swa_scratch_reuse: SwaScratchReuseConfig | None = None,
-) -> list[int]: ...
-def attention_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]: ...
-def swa_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]: ...
-def ssm_life_cycle_id(manager: KVCacheManager) -> LifeCycleId | None: ...
-def pool_group_index(manager: KVCacheManager, life_cycle: int, level: CacheLevel = ...) -> PoolGroupId: ...
-def life_cycle_pool_group_indices(manager: KVCacheManager, level: CacheLevel = ...) -> list[PoolGroupId]: ...
+) -> list[int]:
+    """Slots, by pool group, that a batch of requests needs: in this manager, or in one with these settings instead."""
+
+def attention_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
+    """Of full and windowed attention."""
+
+def swa_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
+    """Of windowed attention."""
+
+def ssm_life_cycle_id(manager: KVCacheManager) -> LifeCycleId | None:
+    """Of recurrent layers; None without them."""
+
+def pool_group_index(manager: KVCacheManager, life_cycle: int, level: CacheLevel = GPU_LEVEL) -> PoolGroupId:
+    """The pool group of a life cycle."""
+
+def life_cycle_pool_group_indices(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[PoolGroupId]:
+    """The pool group of each life cycle; the same on every level."""

@@ -1,9 +1,15 @@
+"""What can be asked of a manager: its layout, its settings, its statistics.
+
+Rule: nothing here changes a cache or moves a page; readings that reset a counter say so in their name.
+"""
+
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc
-from kv_cache_manager_v2.ids import CacheLevel, DataRole, LayerGroupId, LayerId, LifeCycleId, PageIndexMode, PoolGroupId
+from kv_cache_manager_v2.ids import GPU_LEVEL, DataRole, LayerGroupId, LayerId, LifeCycleId, PageIndexMode, PoolGroupId
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter
 from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
 from kv_cache_manager_v2.layout.tuning import Tuner
@@ -20,17 +26,36 @@ from kv_cache_manager_v2.statistics import (
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 class ManagerViews:
+    """The read-only half of `KVCacheManager`."""
+
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None: ...
     @property
-    def shared(self) -> ManagerState: ...
+    def shared(self) -> ManagerState:
+        """Internal: the rooms behind this manager, for `introspection` and tests; no part of the interface."""
+
     @property
-    def cache_tier_list(self) -> list[CacheTierConfig]: ...
+    def cache_tier_list(self) -> list[CacheTierConfig]:
+        """The tiers, warm to cold; position = cache level."""
+
     @property
-    def movement(self) -> MovementCounters: ...
+    def movement(self) -> MovementCounters:
+        """Pages moved and dropped since construction."""
+
     @property
-    def tuner(self) -> Tuner: ...
-    def get_quota(self, cache_level: CacheLevel) -> int: ...
-    def clamp_max_seq_len_for_mem(self, batch_size: int, token_num_upper_bound: int) -> int: ...
+    def tuner(self) -> Tuner:
+        """What was sampled, and the shares that it leads to."""
+
+    def get_quota(self, cache_level: SupportsIndex) -> int:
+        """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
+
+    def clamp_max_seq_len_for_mem(self, batch_size: SupportsIndex, token_num_upper_bound: SupportsIndex) -> int:
+        """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
+        not fit.
+
+        Of one beam each: a further beam shares the full blocks before the length at which the request was widened, and has
+        pages of its own behind it; count those as another sequence, of that many tokens.
+        """
+
     @property
     def layer_ids(self) -> list[LayerId]: ...
     @property
@@ -38,45 +63,112 @@ class ManagerViews:
     @property
     def all_buffer_ids(self) -> list[BufferId]: ...
     @property
-    def layer_grouping(self) -> list[list[LayerId]]: ...
-    def get_layer_group_id(self, layer_id: LayerId) -> LayerGroupId: ...
+    def layer_grouping(self) -> list[list[LayerId]]:
+        """Layers by layer group."""
+
+    def get_layer_group_id(self, layer_id: SupportsIndex) -> LayerGroupId:
+        """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
+        layer."""
+
     @property
-    def pool_group_descs(self) -> list[PoolGroupDesc]: ...
-    def get_mem_pool_base_address(self, layer_id: LayerId, data_role: DataRole, index_mode: PageIndexMode | None = None) -> int: ...
-    def get_page_stride(self, layer_id: LayerId, data_role: DataRole) -> int: ...
-    def get_page_index_upper_bound(self, layer_id: LayerId, data_role: DataRole) -> int: ...
-    def get_page_index_scale(self, layer_id: LayerId, data_role: DataRole) -> int: ...
-    def get_page_index_converter(self, layer_id: LayerId, data_role: DataRole) -> PageIndexConverter: ...
-    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]: ...
-    def supports_index_mode(self, mode: PageIndexMode) -> bool | None: ...
-    def get_committed_stats(self) -> KVCacheStatsDelta: ...
-    def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]: ...
-    def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]: ...
-    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]: ...
-    def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]: ...
-    def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]: ...
-    def get_and_reset_iteration_disk_prefetch_blocks(self) -> int: ...
-    def get_and_reset_iteration_peak_block_stats(self, level: CacheLevel = ...) -> list[PoolGroupPeakBlockStats]: ...
-    def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]: ...
-    def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]: ...
-    def record_request_suspended(self) -> None: ...
+    def pool_group_descs(self) -> list[PoolGroupDesc]:
+        """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
+
+    def get_mem_pool_base_address(
+        self, layer_id: SupportsIndex, data_role: DataRole, index_mode: PageIndexMode | SupportsIndex | None = None
+    ) -> int:
+        """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
+
+    def get_page_stride(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
+        """Bytes from one page index of a buffer to the next: the configured buffer size."""
+
+    def get_page_index_upper_bound(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
+        """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
+        resize."""
+
+    def get_page_index_scale(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
+        """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
+
+    def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
+        """What turns base page indices into this buffer's page indices."""
+
+    def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
+        """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
+
+        In order of layer group, pool and offset, so that managers of equal layers pair up.
+        """
+
+    def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool | None:
+        """Whether every cache supports this mode always; None: ask the cache."""
+
+    def get_committed_stats(self) -> KVCacheStatsDelta:
+        """Totals since construction of what requests handed in with `KVCache.commit_pending_stats`, and of loads from colder tiers;
+        attention layers only. They never fall. A copy."""
+
+    def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]:
+        """Per life cycle, what happened since the last call, recurrent layers' movement included; only those to which
+        something did."""
+
+    def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
+        """Look-ups of snapshots since the last call."""
+
+    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
+        """The old name of `get_and_reset_ssm_snapshot_iteration_stats`, for one release."""
+
+    def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
+        """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
+
+    def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]:
+        """Reused tokens since the last call, by the level from which each block had to be brought."""
+
+    def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
+        """Pages that `prefetch` moved from disk to host memory since the last call."""
+
+    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+        """By pool group, the largest counts that any public call left since the last reading."""
+
+    def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
+        """The same for every level."""
+
+    def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
+        """(suspensions, resumes but for first ones) since the last call."""
+
+    def record_request_suspended(self) -> None:
+        """Count a suspension that the engine made by other means."""
+
     def record_request_resumed(self) -> None: ...
-    def get_storage_statistics(self, level: CacheLevel = ...) -> list[StorageStatistics]: ...
-    def get_life_cycle_pool_group_indices(self, level: CacheLevel = ...) -> list[PoolGroupId]: ...
-    def mark_stats_dirty(self, id: int | None) -> None: ...
-    def clear_stats_dirty(self, id: int | None) -> None: ...
-    def get_dirty_stats_kv_cache_ids(self) -> set[int]: ...
-    def mark_stats_excluded(self, id: int | None) -> None: ...
-    def clear_stats_excluded(self, id: int | None) -> None: ...
-    def is_stats_excluded(self, id: int | None) -> bool: ...
+    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
+        """Slots of each pool group on a level, now."""
+
+    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
+        """The pool group of each life cycle; the same on every level."""
+
+    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
+        """Note that a request has counts to commit. None is ignored."""
+
+    def clear_stats_dirty(self, id: SupportsIndex | None) -> None: ...
+    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
+        """Ids of the requests that have counts to commit. A copy."""
+
+    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
+        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
+
+    def clear_stats_excluded(self, id: SupportsIndex | None) -> None: ...
+    def is_stats_excluded(self, id: SupportsIndex | None) -> bool: ...
     @property
-    def init_config(self) -> KVCacheManagerConfig: ...
+    def init_config(self) -> KVCacheManagerConfig:
+        """A copy of the configuration."""
+
     @property
-    def driver(self) -> Driver: ...
+    def driver(self) -> Driver:
+        """The device that this manager runs on."""
+
     @property
     def tokens_per_block(self) -> int: ...
     @property
-    def allow_seq_rebasing(self) -> bool: ...
+    def allow_seq_rebasing(self) -> bool:
+        """Whether a commit may adopt an identical block that somebody else committed first: always."""
+
     @property
     def enable_partial_match(self) -> bool: ...
     @property
@@ -86,4 +178,5 @@ class ManagerViews:
     @property
     def text_only(self) -> bool: ...
     @property
-    def num_open_caches(self) -> int: ...
+    def num_open_caches(self) -> int:
+        """Caches created and not closed."""

@@ -305,6 +305,11 @@ INTEGERS: Final = frozenset(
 )
 STRINGS: Final = frozenset({"str", "DataRole"})
 ALIASES: Final = {
+    "Integers": "Sequence[SupportsIndex]",
+    "BlockHashes": "int | str | bytes | Iterable[int | str | bytes]",
+    "arguments.Integers": "Sequence[SupportsIndex]",
+    "ScopeLike": "ReuseScope",
+    "SupportsFloat": "float",
     "BlockHash": "int | str",
     "EventGather": "Callable",
     "PriorityCallback": "Callable",
@@ -320,7 +325,7 @@ def kinds_of(annotation: str) -> set[str]:
         name = atom.partition("[")[0]
         if atom in ALIASES:
             found |= kinds_of(ALIASES[atom])
-        elif atom in INTEGERS:
+        elif atom in INTEGERS or atom == "PageIndexMode":
             found.add("int")
         elif atom in STRINGS:
             found.add("str")
@@ -382,6 +387,9 @@ OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 
 
+TOKENS_OF_EACH = (5, "abc", object(), [object()], [1.5], ["a"], [[object()]], [[-1]], {1: 2.5}, Duck())
+
+
 def wrong(scene: Scene, door: Door, parameter: Parameter) -> Iterator[object]:
     """All that must be refused for a parameter."""
     own: Maker | None = SPECIAL.get(f"{door}.{parameter.name}")
@@ -389,9 +397,9 @@ def wrong(scene: Scene, door: Door, parameter: Parameter) -> Iterator[object]:
         special = own(scene)
         assert isinstance(special, tuple)
         yield from special
-    if parameter.annotation == "object" or (parameter.name == "tokens" and parameter.annotation == "Sequence[int]"):
+    if parameter.annotation == "object" or "Tokens" in parameter.annotation or parameter.name == "tokens":
         assert parameter.name in OPAQUE, f"tests/arguments/values.py does not say what {parameter.name!r} of {door} must not be"
-        yield from OPAQUE[parameter.name]
+        yield from TOKENS_OF_EACH if door.name == "commit_batch" else OPAQUE[parameter.name]
         return
     for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, door, parameter) or frozenset()):
         if not (parameter.name in IN_BULK and value == [True]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, LogicError, PageIndexMode
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, LogicError, PageIndexMode, ScratchDesc
 from tests.hunt.base import Base, Found
 from tests.hunt.memory import GroupMemory, Piece, Step, Text, pieces
 from tests.hunt.requests import Request
@@ -121,7 +121,7 @@ class Steps(Base):
                     writes.append((view, offset, after))
 
     def _scratch_phases(
-        self, step: Step, memory: GroupMemory, row: Sequence[int], desc: object, words: bytearray, beg: int, end: int
+        self, step: Step, memory: GroupMemory, row: Sequence[int], desc: ScratchDesc, words: bytearray, beg: int, end: int
     ) -> None:
         """Layer after layer: write all new positions, scratch ones too, and compare them while the layer runs."""
         tpb = self.tpb

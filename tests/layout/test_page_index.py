@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,7 @@ def test_expansion() -> None:
 def test_inputs(kind: str) -> None:
     """Any sequence or buffer of integers is taken, and a list is left as it was."""
     values = [1, -1, 3]
-    indices: object = values
+    indices: Any = values
     if kind == "tuple":
         indices = tuple(values)
     elif kind == "array":

@@ -34,6 +34,7 @@ from kv_cache_manager_v2 import (
     SsmLayerConfig,
     Stream,
     SwaScratchReuseConfig,
+    Tokens,
 )
 from kv_cache_manager_v2.config import LayerConfig
 from tests.manager.engine import FakeEngine, Token
@@ -274,7 +275,7 @@ class Rig:
 
     def create(
         self,
-        tokens: object = None,
+        tokens: Tokens | None = None,
         scope: ReuseScope | None = None,
         priority: Callable[[int, object], int] | None = None,
         id: int | None = None,

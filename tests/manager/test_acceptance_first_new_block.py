@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kv_cache_manager_v2 import ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2 import ReuseScope, Tokens, sequence_to_blockchain_keys
 from tests.manager import inside
 from tests.manager.engine import Token
 from tests.manager.helpers import Kind, Rig, small, toks
@@ -16,7 +16,7 @@ def chain(tokens: list[Token], scope: ReuseScope | None = None) -> list[bytes]:
     return [key for _, key in sequence_to_blockchain_keys(4, scope, tokens)][1:]
 
 
-def first_new(rig: Rig, tokens: object, scope: ReuseScope | None = None) -> bytes | None:
+def first_new(rig: Rig, tokens: Tokens, scope: ReuseScope | None = None) -> bytes | None:
     return rig.manager.probe_first_new_block_key(scope, tokens)
 
 

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from kv_cache_manager_v2 import ConfigError, ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2 import ConfigError, ReuseScope, Tokens, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.keys import KEY_BYTES
 from tests.manager import inside
 from tests.manager.helpers import Rig, mixed, small, toks
@@ -64,7 +64,7 @@ def test_a_branch_never_writes_into_what_it_shares(shared: int) -> None:
 def test_arrays_and_lists_are_the_same_tokens(form: str) -> None:
     """An array hashes and matches as the list of its items, in create, commit and probe."""
     ids = list(range(3, 23))
-    forms: dict[str, object] = {
+    forms: dict[str, Tokens] = {
         "list": ids,
         "tuple": tuple(ids),
         "int32": np.array(ids, np.int32),

@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ SCOPES = [
 ]
 
 
-def keys(scope: ReuseScope, tokens: object, size: int = 4) -> list[bytes]:
+def keys(scope: ReuseScope, tokens: Any, size: int = 4) -> list[bytes]:
     return [key for _, key in sequence_to_blockchain_keys(size, scope, tokens)]
 
 
@@ -64,6 +65,7 @@ def test_case_132_salt_range() -> None:
             assert rig.reused(toks(0, 4), ReuseScope(None, salt)) == 0
             rig.seed(toks(0, 4), ReuseScope(None, salt))
         assert len({keys(ReuseScope(None, salt), toks(0, 4))[0] for salt in salts}) == len(salts)
+    wrong: Any
     for wrong in (-1, -(1 << 63), 1 << 64, 1.0, "1", b"1"):
         with pytest.raises(ConfigError):
             ReuseScope(None, wrong)
@@ -126,7 +128,7 @@ def test_case_135_token_range(token: int, position: int) -> None:
         cache = rig.create()
         assert cache.resume(rig.stream)
         assert cache.resize(8)
-        forms: list[object] = [bad, tuple(bad)]
+        forms: list[Any] = [bad, tuple(bad)]
         if -(1 << 63) <= token < 1 << 63:
             forms.append(np.array(bad, np.int64))
         if 0 <= token < 1 << 32:
@@ -197,6 +199,7 @@ def test_case_137_text_only_refuses_digests(per_cache: bool) -> None:
         assert cache.resume(rig.stream)
         assert cache.resize(8)
         cache.commit([1, 2])
+        tokens: Any
         for tokens in ([bytes(32)], [3, 4, bytes(32)]):
             with pytest.raises(ConfigError):
                 cache.commit(tokens)
@@ -217,7 +220,7 @@ def test_case_138_inputs_of_any_form_agree(committed: str) -> None:
     """Committed in one form, found in every other; an empty array is an empty prompt; other element types are refused or
     converted."""
     ids = [0, 1, 5, 70_000, (1 << 31) - 1, 9, 10, 11, 12]
-    forms: dict[str, object] = {
+    forms: dict[str, Any] = {
         "list": ids,
         "tuple": tuple(ids),
         "int32": np.array(ids, np.int32),
@@ -235,12 +238,13 @@ def test_case_138_inputs_of_any_form_agree(committed: str) -> None:
         for form in forms.values():
             assert rig.manager.probe_reuse(None, form) == 9
             assert keys(ReuseScope(), form) == keys(ReuseScope(), ids)
-        empties: list[object] = [[], (), np.array([], np.int32), array("i")]
+        empties: list[Any] = [[], (), np.array([], np.int32), array("i")]
         for empty in empties:
             assert rig.manager.probe_reuse(None, empty) == 0
             assert rig.create(empty).num_committed_tokens == 0
         for small_form in (np.array(ids[:2], np.int16), np.array(ids[:2], np.uint8)):
             assert rig.manager.probe_reuse(None, small_form) == 2
+        wrong: Any
         for wrong in (np.array(ids, np.float32), np.array(ids, np.float64), "text", b"1234", 5, np.array([ids, ids])):
             with pytest.raises(ConfigError):
                 rig.manager.probe_reuse(None, wrong)

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_blake3_root_and_no_scope() -> None:
 
 def test_front_end_ids_change_no_key() -> None:
     """A digest with an id of the front end keys like the bare digest."""
-    with_id = [1, MmItemContext(D, "frontend-h-a"), 1002, 1003, 4, 5]
+    with_id: list[int | MmItemContext] = [1, MmItemContext(D, "frontend-h-a"), 1002, 1003, 4, 5]
     for name in ("blake3", "sha256"):
         assert list(sequence_to_blockchain_keys(4, None, with_id, name)) == list(
             sequence_to_blockchain_keys(4, None, WITH_DIGEST, name)
@@ -226,7 +227,7 @@ def test_the_whole_unsigned_range_is_a_scope(value: int) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, -(1 << 63), 1 << 64, 1.0, "1", b"1"])
-def test_no_other_value_is_a_scope(value: object) -> None:
+def test_no_other_value_is_a_scope(value: Any) -> None:
     """Out of range is refused, not truncated onto another tenant (case 132)."""
     with pytest.raises(ConfigError, match="salt"):
         ReuseScope(salt=value)  # what an untyped caller may pass

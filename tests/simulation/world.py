@@ -10,7 +10,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 
-from kv_cache_manager_v2 import KVCache, PlannedDropHandle
+from kv_cache_manager_v2 import KVCache, PlannedDropHandle, Tokens
 from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
@@ -39,7 +39,7 @@ class World(Scene):
         """`create_kv_cache`; with `check` the reused length is compared with the definition of a match."""
         callback: PriorityCallback | None = None if priority < 0 else (lambda ordinal, _kind: (priority + 7 * ordinal) % 101)
         limit = max(0, self.library.longest(scope, prompt) - self.setup.config.reuse_match_backoff)
-        tokens: object = list(prompt)
+        tokens: Tokens = list(prompt)
         if self.created % 3 == 1 and all(isinstance(token, int) for token in prompt):
             tokens = array("q", [token for token in prompt if isinstance(token, int)])
         cache = self.manager.create_kv_cache(self.scopes[scope], tokens, self.created, callback)

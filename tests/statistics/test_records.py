@@ -146,7 +146,7 @@ def test_reused_blocks_by_level_add_up() -> None:
     assert other == ReusedBlocksByLevel([1, 2], [0, 0, 3])
     assert ReusedBlocksByLevel([0, 0], [0]).empty is True
     with pytest.raises(ConfigError, match="other"):
-        total.add([1, 2])
+        total.add([1, 2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["snapshot_lookups", "snapshot_hits", "reused_tokens", "unaligned_snapshot_hits", "hit_rate"])

@@ -1,34 +1,60 @@
+"""The emulated device: a `Driver` over host memory, with real asynchronous stream semantics, strict books and ordered faults.
+
+Rule: what a real device would get wrong silently is an error here. Schedules: `eager` runs work as soon as possible on the calling
+thread, `threads` on real threads, `random` in any legal order that the seed decides, a little whenever the driver is called and
+wholly on `synchronize()`; with `random`, a missing wait shows as wrong bytes under some seed.
+"""
+
 from collections.abc import Callable
-from typing import Final
+from typing import Final, SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
+from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS
+from kv_cache_manager_v2.emulated.faults import EFFECT_ERROR
 from kv_cache_manager_v2.emulated.streams import (
     EmulatedGate,
 )
 from kv_cache_manager_v2.ids import Stream
 
-GRANULARITY: Final = 2 << 20
-DEFAULT_STREAM: Final = Stream(0)
+GRANULARITY: Final[int]
+DEFAULT_STREAM: Final[Stream]
 DEFAULT_TIMEOUT_CALLS: Final = 1000
 
 class EmulatedDriver(IdentifyingDriver):
+    """A device whose memory is host memory. Stream 0 always exists.
+
+    `transfer_timeout`: after how long a file transfer's gate opens as timed out: a number of driver calls on `eager` and `random`,
+    seconds on `threads`. `stall_timeout_s`: on `threads`, how long a waiting call watches nothing move before it raises.
+    """
+
     schedule_name: str
     seed: int
-    memory: object
 
     def __init__(
         self,
         schedule: str = "eager",
-        seed: int = 0,
-        transfer_timeout: float | None = None,
-        stall_timeout_s: float = 30.0,
-        io_threads: int = ...,
+        seed: SupportsIndex = 0,
+        transfer_timeout: SupportsFloat | None = None,
+        stall_timeout_s: SupportsFloat = 30.0,
+        io_threads: SupportsIndex = BUFFERED_IO_THREADS,
     ) -> None: ...
     def describe(self) -> str: ...
-    def fail(self, call: str, nth: int = 1, times: int | None = 1, effect: str = ...) -> None: ...
-    def hang(self, call: str, nth: int = 1, times: int | None = 1) -> EmulatedGate: ...
-    def heal(self) -> None: ...
-    def gate(self, stream: Stream = ...) -> EmulatedGate: ...
+    def fail(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1, effect: str = EFFECT_ERROR) -> None:
+        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
+
+        A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
+        A file transfer is accepted and ends with an error at its gate: EIO, or a short count with effect="short".
+        """
+
+    def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
+        """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
+
+    def heal(self) -> None:
+        """Forget all ordered faults; what hangs already still hangs."""
+
+    def gate(self, stream: SupportsIndex = DEFAULT_STREAM) -> EmulatedGate:
+        """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
+
     def granularity(self) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def release_reservation(self, address: int, nbytes: int) -> None: ...
@@ -39,8 +65,12 @@ class EmulatedDriver(IdentifyingDriver):
     def set_access(self, address: int, nbytes: int) -> None: ...
     def host_register(self, address: int, nbytes: int) -> None: ...
     def host_unregister(self, address: int, nbytes: int) -> None: ...
-    def read_bytes(self, address: int, nbytes: int) -> bytes: ...
-    def write_bytes(self, address: int, data: bytes) -> None: ...
+    def read_bytes(self, address: SupportsIndex, nbytes: SupportsIndex) -> bytes:
+        """The bytes of device or registered host memory as they are now, whatever is still queued."""
+
+    def write_bytes(self, address: SupportsIndex, data: bytes) -> None:
+        """Overwrite device or registered host memory now, whatever is still queued."""
+
     def create_stream(self) -> Stream: ...
     def destroy_stream(self, stream: Stream) -> None: ...
     def stream_identity(self, stream: Stream) -> int: ...
@@ -50,7 +80,9 @@ class EmulatedDriver(IdentifyingDriver):
     def wait_event(self, stream: Stream, event: int) -> None: ...
     def query_event(self, event: int) -> bool: ...
     def synchronize_event(self, event: int) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Run all that is queued. LogicError naming the streams and gates if that can never be: a gate of the test is closed."""
+
     def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None: ...
     def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None: ...
     def launch(self, stream: Stream, function: Callable[[], None]) -> None: ...
@@ -78,7 +110,9 @@ class EmulatedDriver(IdentifyingDriver):
     @property
     def events_live(self) -> int: ...
     @property
-    def streams_live(self) -> int: ...
+    def streams_live(self) -> int:
+        """Streams of `create_stream`: the default stream is not counted."""
+
     @property
     def gates_live(self) -> int: ...
     @property
@@ -88,8 +122,14 @@ class EmulatedDriver(IdentifyingDriver):
     @property
     def registered_bytes(self) -> int: ...
     @property
-    def registered_ranges(self) -> list[tuple[int, int]]: ...
-    def idle(self) -> bool: ...
-    def leaks(self) -> list[str]: ...
+    def registered_ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of every registered host range, in ascending order."""
+
+    def idle(self) -> bool:
+        """Whether nothing is queued and every gate of a transfer is open; runs nothing."""
+
+    def leaks(self) -> list[str]:
+        """What has been taken and not given back, one text each."""
+
     def check_invariants(self) -> None: ...
     def close(self) -> None: ...

@@ -1,16 +1,31 @@
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+"""The hashes by which events name blocks.
 
+Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else. It is computed once, when
+an event first needs it. A `HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
+
+    v2_blake3, v2_sha256          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
+    v2_blake3_64, v2_sha256_64    its first 8 bytes, big-endian, unsigned
+    v1_block_key                  the older mixing of 64 bits; blocks with a digest in them or before them get v2_sha256_64
+    auto                          v1_block_key
+"""
+
+from abc import ABC, abstractmethod
+from typing import Final, SupportsIndex, TypeAlias
+
+from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 
 V1_BLOCK_KEY: Final = "v1_block_key"
-HASH_ALGORITHMS: Final = ("v1_block_key", "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
-
+HASH_ALGORITHMS: Final[tuple[str, ...]] = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
 BlockName: TypeAlias = int | bytes
 
 class HashedBlock:
+    """What a block's hash is made from; a scope's root has no tokens and no parent.
+
+    A long chain must be unlinked before it is freed through its last block: see `KVCacheEventManager.__del__`.
+    """
+
     parent: HashedBlock | None
     tokens: bytes
     is_text: bool
@@ -22,22 +37,48 @@ class HashedBlock:
     def is_root(self) -> bool: ...
 
 class BlockHashes(ABC):
+    """One algorithm."""
+
     algorithm: str
     keys: BlockKeys
 
     def __init__(self, algorithm: str, keys: BlockKeys) -> None: ...
     @abstractmethod
-    def hash_of(self, block: HashedBlock) -> BlockHash: ...
-    @abstractmethod
-    def name_of(self, block: HashedBlock) -> BlockName: ...
-    @property
-    def names_are_keys(self) -> bool: ...
-    @property
-    def needs_keys(self) -> bool: ...
-    def key_of(self, block: HashedBlock) -> bytes: ...
+    def hash_of(self, block: HashedBlock) -> BlockHash:
+        """O(blocks before it that were never hashed)."""
 
-def make_block_hashes(algorithm: str) -> BlockHashes: ...
-def short_hash(key: bytes) -> int: ...
+    @abstractmethod
+    def name_of(self, block: HashedBlock) -> BlockName:
+        """Equal for two blocks exactly if their published hashes are. As costly as `hash_of`.
+
+        Different blocks can share a name: 64 bits are few, v1 mixes rather than hashes, and see the framing in reuse/keys.py.
+        """
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether every hash is made from a chained key."""
+
+    @property
+    def names_are_keys(self) -> bool:
+        """Whether `name_of` is the chained key."""
+
+    def key_of(self, block: HashedBlock) -> bytes:
+        """The chained key."""
+
+def make_block_hashes(algorithm: str) -> BlockHashes:
+    """The algorithm of a name. Raises ConfigError (a ValueError) for an unknown one."""
+
+def short_hash(key: bytes) -> int:
+    """The 64-bit form of a chained key: its first 8 bytes, big-endian, unsigned."""
+
 def v1_block_hash(
-    tokens: Sequence[int], parent_hash: int | None = None, lora_id: int | None = None, salt: int | None = None
-) -> int: ...
+    tokens: Integers,
+    parent_hash: SupportsIndex | None = None,
+    lora_id: SupportsIndex | None = None,
+    salt: SupportsIndex | None = None,
+) -> int:
+    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
+    (all later ones depend on it through their parents); the LoRA id enters every block.
+
+    Raises ConfigError for tokens that are no ids.
+    """

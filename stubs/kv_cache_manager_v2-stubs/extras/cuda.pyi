@@ -1,22 +1,45 @@
+"""The CUDA driver: `Driver` on a real GPU, through `cuda.bindings.driver`.
+
+Rule: this file only composes. What a call means to the device is in cuda_memory and cuda_streams, how files move is in cuda_io; no
+file above the seam knows that any of them exists. Importing it needs no package and no GPU, making a `CudaDriver` needs both.
+"""
+
 from collections.abc import Callable
 from types import ModuleType
+from typing import SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
+from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, move_file_range
 from kv_cache_manager_v2.extras.cuda_io import FileMover
 from kv_cache_manager_v2.ids import Stream
 
 class CudaDriver(IdentifyingDriver):
+    """A GPU. Streams are the driver's handles as ints, so an engine's own (torch's `stream.cuda_stream`) can be passed.
+
+    device: ordinal among the visible GPUs. bindings: a module to use in place of `cuda.bindings.driver`. io_threads: how many file
+    transfers run at once. transfer_timeout: seconds from a file transfer's start until its gate opens as GATE_TIMED_OUT.
+    move: what moves the bytes of a file range.
+
+    Raises DeviceUnavailableError if the device cannot be initialised. Thread safe.
+
+    On a device without stream memory operations (the driver's own answer), `wait_gate` blocks the calling thread until the gate
+    opens. A host function would keep the stream waiting just as well, but all host functions share one thread of the driver, and
+    one that waits for a file could stand in front of the one that the file waits for.
+    """
+
     def __init__(
         self,
-        device: int = 0,
+        device: SupportsIndex = 0,
         *,
         bindings: ModuleType | None = None,
-        io_threads: int = ...,
-        transfer_timeout: float = ...,
-        move: FileMover = ...,
+        io_threads: SupportsIndex = DEFAULT_IO_THREADS,
+        transfer_timeout: SupportsFloat = DEFAULT_TIMEOUT_S,
+        move: FileMover = move_file_range,
     ) -> None: ...
     @property
-    def device(self) -> int: ...
+    def device(self) -> int:
+        """The GPU's ordinal."""
+
     def describe(self) -> str: ...
     def granularity(self) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
@@ -43,8 +66,15 @@ class CudaDriver(IdentifyingDriver):
     def launch(self, stream: Stream, function: Callable[[], None]) -> None: ...
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int: ...
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int: ...
+    def read_files(
+        self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
+    ) -> None: ...
+    def write_files(
+        self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
+    ) -> None: ...
     def wait_gate(self, stream: Stream, gate: int) -> None: ...
     def poll_gate(self, gate: int) -> int: ...
     def gate_error(self, gate: int) -> str: ...
     def release_gate(self, gate: int) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish all work and give everything back, leaks included; raises LogicError naming them. A second call does nothing."""

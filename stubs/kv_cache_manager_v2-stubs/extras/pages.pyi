@@ -1,10 +1,20 @@
+"""Where the pages of one layer's buffer lie: what every view of them, array or tensor, starts from.
+
+Rule: a view is memory that the manager owns, seen through the engine's eyes; nothing is copied and nothing is owned. Page i is at
+base + stride * i for every page index i below `num_pages`, in the SHARED way of counting, which is what a page index converter
+gives by default. A view is for the manager's present size: make it again after a resize.
+"""
+
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.ids import DataRole, LayerId, PageIndexMode
 
 class PageOwner(Protocol):
+    """The part of a KVCacheManager that says where pages are."""
+
     @property
     def driver(self) -> Driver: ...
     def get_mem_pool_base_address(
@@ -14,15 +24,25 @@ class PageOwner(Protocol):
     def get_page_index_upper_bound(self, layer_id: LayerId, data_role: DataRole, /) -> int: ...
 
 class PageMemory(NamedTuple):
+    """The pages of one buffer on the GPU level."""
+
     base: int
     stride: int
     num_pages: int
     cuda_device: int | None
+    emulated: AddressSpace | None = None
 
     @property
-    def nbytes(self) -> int: ...
-    def host_bytes(self) -> memoryview: ...
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+
+    def host_bytes(self) -> memoryview:
+        """The bytes themselves, on the emulated device only.
+
+        After a smaller resize or `shutdown()` they are old or zero, for as long as an array over them is alive.
+        """
 
 def locate_pages(
     manager: PageOwner, layer_id: LayerId, role: DataRole, page_shape: Sequence[int], item_bytes: int, dtype_name: str
-) -> PageMemory: ...
+) -> PageMemory:
+    """Find the pages of a layer's buffer. Raises ConfigError if the shape and type do not make up a page exactly."""

@@ -1,45 +1,87 @@
+"""Life cycles: how long the pages of a kind of layer are needed.
+
+Rule: a life cycle is data. Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method
+here; no code above asks which kind it has. Ranges are half-open pairs of block ordinals, (b, b) when empty.
+
+History h = tokens whose keys and values are settled; the next step's first query sits at position h, so a window of W tokens needs
+the positions h + 1 - W .. h, of which W - 1 are history.
+"""
+
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 
-NEVER: Final = 1 << 60
+NEVER: Final[int]
 
 class LifeCycle(ABC):
+    """When pages of one group of layers are needed, and what a page of theirs is good for."""
+
     index: LifeCycleId
     tokens_per_block: int
 
     def __init__(self, index: LifeCycleId, tokens_per_block: int) -> None: ...
     @property
     @abstractmethod
-    def is_attention(self) -> bool: ...
+    def is_attention(self) -> bool:
+        """Whether pages belong to block ordinals (attention) or a request owns one live state (SSM)."""
+
     @property
     @abstractmethod
-    def window_size(self) -> int | None: ...
+    def window_size(self) -> int | None:
+        """Window in tokens without the sinks; None if nothing ever falls out of it."""
+
     @property
     @abstractmethod
-    def num_sink_blocks(self) -> int: ...
+    def num_sink_blocks(self) -> int:
+        """Leading blocks that never become stale."""
+
     @abstractmethod
-    def stale(self, history: int) -> tuple[int, int]: ...
+    def stale(self, history: int) -> tuple[int, int]:
+        """Blocks that no future query can read, once `history` tokens are settled."""
+
     @abstractmethod
-    def next_stale_change(self, history: int) -> int: ...
+    def next_stale_change(self, history: int) -> int:
+        """Smallest history above the given one at which `stale` has another answer; NEVER if there is none."""
+
     @abstractmethod
-    def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]: ...
+    def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
+        """Blocks of a prefill step that no later query reads: stale(capacity - max_rewind) beyond the history."""
+
     @abstractmethod
-    def usable_tokens(self, coverage: int, tokens: int) -> int: ...
+    def usable_tokens(self, coverage: int, tokens: int) -> int:
+        """How many of a block's first `tokens` tokens can be reused from a page with this coverage: attention any prefix of what
+        it covers, SSM exactly its snapshot position or nothing."""
+
     @abstractmethod
-    def loss_ends_path(self, ordinal: int) -> bool: ...
+    def loss_ends_path(self, ordinal: int) -> bool:
+        """Whether losing the page at this ordinal makes every longer sequence through its block unmatchable."""
+
     @abstractmethod
-    def blocks(self, history: int, capacity: int) -> int: ...
+    def blocks(self, history: int, capacity: int) -> int:
+        """Pages that one request of this shape keeps live, shared prefix and scratch aside; SSM: 1."""
+
     @abstractmethod
-    def structural_floor(self, widest_window_blocks: int) -> int: ...
-    def get_stale_range(self, history_length: int, tokens_per_block: int | None = None) -> HalfOpenRange: ...
+    def structural_floor(self, widest_window_blocks: int) -> int:
+        """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
+
+    def get_stale_range(self, history_length: SupportsIndex, tokens_per_block: SupportsIndex | None = None) -> HalfOpenRange:
+        """`stale` as a range object, for custom priority callbacks. `tokens_per_block` can only be the life cycle's own."""
 
 class AttentionLifeCycle(LifeCycle):
+    """Full attention (no window), or a sliding window with optional attention sinks.
+
+    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window.
+    """
+
     def __init__(self, index: LifeCycleId, tokens_per_block: int, window: int | None, sink_blocks: int) -> None: ...
     @staticmethod
-    def make(window_size: int | None, num_sink_tokens: int | None, tokens_per_block: int) -> AttentionLifeCycle: ...
+    def make(
+        window_size: SupportsIndex | None, num_sink_tokens: SupportsIndex | None, tokens_per_block: SupportsIndex
+    ) -> AttentionLifeCycle:
+        """One of a window (None: full attention) and so many sink tokens, apart from any model. Raises ConfigError."""
+
     def __reduce__(self) -> tuple[object, ...]: ...
     @property
     def is_attention(self) -> bool: ...
@@ -58,6 +100,8 @@ class AttentionLifeCycle(LifeCycle):
 AttnLifeCycle = AttentionLifeCycle
 
 class SsmLifeCycle(LifeCycle):
+    """Recurrent state: one live slot per request, never shared; the tree keeps snapshots, each good at exactly one position."""
+
     def __reduce__(self) -> tuple[object, ...]: ...
     @property
     def is_attention(self) -> bool: ...

@@ -1,15 +1,31 @@
+"""Tokens packed into bytes, so that comparing tokens is comparing bytes.
+
+Rule: equal bytes mean equal tokens, and a byte prefix at a token boundary is a token prefix. An id is 4 bytes, little-endian, below
+2**31; a multimodal digest is the word 0x80000000, which no id can be, followed by its 32 bytes.
+
+Text has no digests: there position p lies at byte 4 * p, and packing an int32 or uint32 buffer is one copy. `pack_unchecked` does
+not look at the range of a buffer's ids: what equals stored tokens was checked when those came, and matching checks the rest.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, SupportsIndex, TypeAlias
+
+from kv_cache_manager_v2.arguments import IntBuffer
 
 TOKEN_BYTES: Final = 4
 DIGEST_MARK: Final = b"\x00\x00\x00\x80"
 
 @dataclass(frozen=True)
 class MmItemContext:
+    """A multimodal item as a token: its 32-byte content digest. The front end's own id of the item takes no part in equality."""
+
     digest: bytes
     uuid: str | None = ...
 
 class TokenSequence:
+    """An immutable run of tokens, packed."""
+
     data: bytes
     num_tokens: int
     digests: list[int]
@@ -17,16 +33,49 @@ class TokenSequence:
     uuids: dict[bytes, str] | None
 
     def __init__(self, data: bytes, num_tokens: int, digests: list[int], checked: bool) -> None: ...
-    def byte_offset(self, position: int) -> int: ...
-    def slice_bytes(self, beg: int, end: int) -> bytes: ...
-    def whole_tokens(self, num_bytes: int) -> int: ...
+    def byte_offset(self, position: int) -> int:
+        """Where the token at a position begins in `data`; O(log digests), O(1) for text."""
 
-def pack(tokens: object, text_only: bool = False) -> TokenSequence: ...
-def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence: ...
-def check_range(sequence: TokenSequence, beg: int) -> None: ...
-def unpack(data: bytes) -> list[int | bytes]: ...
-def count_tokens(data: bytes) -> int: ...
-def has_digest(data: bytes) -> bool: ...
+    def slice_bytes(self, beg: int, end: int) -> bytes:
+        """The packed tokens of positions beg..end-1."""
+
+    def whole_tokens(self, num_bytes: int) -> int:
+        """How many tokens lie wholly within the first `num_bytes` of `data`: half a digest is no token; as `byte_offset`."""
+
+TokenIdExt: TypeAlias = int | bytes | MmItemContext
+Tokens: TypeAlias = Sequence[SupportsIndex | bytes | MmItemContext] | IntBuffer | TokenSequence
+
+def pack(tokens: object, text_only: bool = False) -> TokenSequence:
+    """Pack any sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers; O(tokens).
+
+    Buffers are arrays, numpy arrays, memoryviews and torch CPU tensors. Raises ConfigError with position and value for an id
+    outside [0, 2**31), a digest of another length, a digest where `text_only` promises none, and elements that are no integers.
+    """
+
+def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
+    """As `pack`, but the ids of a buffer may be out of range until `check_range` has looked; for matching, which does so itself."""
+
+def check_range(sequence: TokenSequence, beg: int) -> None:
+    """Raise ConfigError if an id at or behind position `beg` is not in [0, 2**31); looks at one byte a token, and only once."""
+
+def unpack(data: bytes) -> list[int | bytes]:
+    """The tokens of packed bytes: ids, and digests as 32 bytes."""
+
+def count_tokens(data: bytes) -> int:
+    """How many tokens packed bytes hold."""
+
+def has_digest(data: bytes) -> bool:
+    """Whether packed bytes hold a digest; cheap where they do not."""
+
 def gen_multimodal_cache_key_tokens(
-    id_offset: int, multi_modal_data_digest: bytes, num_tokens: int, token_offset: int = 0, uuid: str | None = None
-) -> list[int | bytes | MmItemContext]: ...
+    id_offset: SupportsIndex,
+    multi_modal_data_digest: bytes,
+    num_tokens: SupportsIndex,
+    token_offset: SupportsIndex = 0,
+    uuid: str | None = None,
+) -> list[int | bytes | MmItemContext]:
+    """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
+
+    The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
+    keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
+    """

@@ -1,5 +1,0 @@
-"""The event stream: what enters and leaves the cache, told to routers and mirrors."""
-
-from kv_cache_manager_v2.events.manager import KVCacheEventManager
-
-__all__ = ["KVCacheEventManager"]
