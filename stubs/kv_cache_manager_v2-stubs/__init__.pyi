@@ -19,6 +19,7 @@ from kv_cache_manager_v2.config import (
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.diagnostics import num_live_managers, poison_reason, take_poison
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.disagg.page_matching import TransferPlan, match_page_tables
 from kv_cache_manager_v2.disagg.page_table import KVCachePageTable, page_table_of
@@ -111,6 +112,9 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
+    "num_live_managers",
+    "poison_reason",
+    "take_poison",
     "KVCacheManagerConfig",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",

@@ -1,3 +1,16 @@
-def num_live_managers() -> int: ...
-def poison_reason() -> str | None: ...
-def take_poison() -> str | None: ...
+"""What can be asked of all managers of this process together.
+
+Rule: each call asks every living manager in turn; the same questions exist on each manager.
+"""
+
+def num_live_managers() -> int:
+    """Managers of this process that were made and not yet shut down."""
+
+def poison_reason() -> str | None:
+    """Why a manager of this process is poisoned, the oldest one first; None if none is. See `KVCacheManager.poison_reason`."""
+
+def take_poison() -> str | None:
+    """End the poison of the oldest poisoned manager, and return its reason; None if none is. See `KVCacheManager.take_poison`.
+
+    Raises LogicError until its `clear_reusable_blocks()` has succeeded.
+    """

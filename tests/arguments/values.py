@@ -26,6 +26,7 @@ from kv_cache_manager_v2 import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
     PageIndexMode,
+    ReusedBlocksByLevel,
     ReuseScope,
     ScratchDesc,
     SsmSnapshotIterationStatsDelta,
@@ -189,6 +190,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "parent_hash": always(9),
     # statistics
     "KVCacheStatsDelta.other": always(KVCacheStatsDelta()),
+    "ReusedBlocksByLevel.other": always(ReusedBlocksByLevel()),
     "KVCacheIterationStatsDelta.other": always(KVCacheIterationStatsDelta()),
     "SsmSnapshotIterationStatsDelta.other": always(SsmSnapshotIterationStatsDelta()),
     "MovementCounters.pages_moved.source": always(0),
@@ -250,10 +252,15 @@ def lookup(table: Mapping[str, Any], door: Door, parameter: Parameter) -> Any:
     return None
 
 
-def valid(scene: Scene, door: Door, parameter: Parameter) -> object:
-    maker: Maker | None = lookup(VALID, door, parameter)
-    assert maker is not None, f"tests/arguments/values.py does not say what a valid {parameter.name!r} of {door} is"
-    return maker(scene)
+def valid_arguments(scene: Scene, door: Door) -> dict[str, object]:
+    """A valid value for each parameter; what has a default may be left out here."""
+    found: dict[str, object] = {}
+    for parameter in door.parameters:
+        maker: Maker | None = lookup(VALID, door, parameter)
+        assert maker or parameter.optional, f"tests/arguments/values.py does not say what a valid {parameter.name!r} of {door} is"
+        if maker is not None:
+            found[parameter.name] = maker(scene)
+    return found
 
 
 # --- wrong arguments
