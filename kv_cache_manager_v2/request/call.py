@@ -14,7 +14,15 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.errors import CorruptedError, KVCacheError, LogicError, OutOfMemoryError
+from kv_cache_manager_v2.errors import (
+    ConfigError,
+    CorruptedError,
+    KVCacheError,
+    LogicError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    PageDataLostError,
+)
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.live_managers import DROPPED, close_dropped
 from kv_cache_manager_v2.request.lock import held_twice
@@ -149,9 +157,12 @@ def _admit(shared: ManagerState, name: str) -> None:
 
 
 def _leave(shared: ManagerState, error: BaseException | None) -> None:
-    """The end of a call that failed, or of any with debugging on."""
-    expected = error is None or (isinstance(error, KVCacheError) and not isinstance(error, CorruptedError))
-    if expected and not shared.debug:
+    """The end of a call that failed, or of any with debugging on.
+
+    A refusal in words has changed nothing, and costs no audit. An error of the device should have changed nothing.
+    """
+    refused = isinstance(error, (ConfigError, LogicError, OutOfPagesError, PageDataLostError))
+    if refused and not shared.debug and not isinstance(error, CorruptedError):
         shared.running = ""
         return
     judge(shared, error)
