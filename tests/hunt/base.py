@@ -89,6 +89,7 @@ class Base:
         self.outcomes: Counter[str] = Counter()
         self.armed = False
         self.disturbed = False  # ever
+        self.wary = False  # of pages without memory, of which this process would die
         self.heal_at = 0
         self.hangs: list[object] = []
         self.prompts = [[self._tokens(MAX_BLOCKS * self.tpb) for _ in range(4)] for _ in SCOPES]

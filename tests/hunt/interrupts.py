@@ -126,6 +126,7 @@ class InterruptedHunter(Hunter):
         super().__init__(setup, folder)
         self.source = source
         self.interrupting = True
+        self.wary = True
         self.actions = {name: self._restarting(action) for name, action in self.actions.items()}
 
     def _restarting(self, action: Callable[[], None]) -> Callable[[], None]:

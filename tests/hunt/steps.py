@@ -48,7 +48,7 @@ class Steps(Base):
                     else:
                         writes += pieces(memory, row, words, written, stop, tpb)
             step.phases.insert(0, (reads, writes, []))
-            if self.disturbed:
+            if self.disturbed or self.wary:
                 self._expect_memory(step)
             assert request.stream is not None
             self.device_call(self.own.launch, request.stream, step)
