@@ -10,10 +10,15 @@ from abc import ABC, ABCMeta, abstractmethod
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.errors import LogicError
+
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class CachedBlock(metaclass=ABCMeta):
     """A block of tokens in the reuse tree, as a listener sees it."""
+
+    def __reduce__(self) -> str:
+        raise LogicError("a cached block cannot be copied or pickled: keep its key or its tokens")
 
     @abstractmethod
     def block_key(self) -> bytes:

@@ -15,6 +15,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import Stream
 
 # What `poll_gate` answers.
@@ -32,6 +33,9 @@ class Driver(ABC):
     A *gate* is what a file transfer returns: a door that opens when the transfer ends. A stream can be made to wait for it
     (`wait_gate`), the host can look at it (`poll_gate`). It opens whatever happens, and says how the transfer ended.
     """
+
+    def __reduce__(self) -> str:
+        raise LogicError("a driver cannot be copied or pickled: it owns the device's memory and streams")
 
     @abstractmethod
     def describe(self) -> str:

@@ -62,6 +62,9 @@ class TransferPlan:
         self.pairings = pairings
         self.filled: dict[tuple[int, str], int] = {}  # (global layer, role) -> bytes of a block that the plan brings
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _transfer_plan, (self.source, self.destination, list(self.pairings), dict(self.filled))
+
     def moves(self, source_slots: Sequence[Integers], destination_slots: Sequence[Integers]) -> list[ByteMove]:
         """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
 
@@ -139,6 +142,15 @@ def missing_buffers(destination: KVCachePageTable, plans: Sequence[TransferPlan]
                 if brought != piece.size:
                     missing.append((piece.layer.global_id, piece.role))
     return missing
+
+
+def _transfer_plan(
+    source: KVCachePageTable, destination: KVCachePageTable, pairings: list[GroupPairing], filled: dict[tuple[int, str], int]
+) -> TransferPlan:
+    """The plan with these attributes."""
+    plan = TransferPlan(source, destination, pairings)
+    plan.filled = filled
+    return plan
 
 
 class _Piece(NamedTuple):

@@ -124,6 +124,9 @@ class KVCacheEventManager(CacheListener):
         for record in records:
             record.event_block.parent = None
 
+    def __reduce__(self) -> str:
+        raise LogicError("a KVCacheEventManager cannot be copied or pickled: it belongs to its manager; send `snapshot_events()`")
+
     # --- settings
 
     @property

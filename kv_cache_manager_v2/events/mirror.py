@@ -51,6 +51,11 @@ class EventMirror:
         if snapshot is not None:
             self.reset(snapshot)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy, however it is made, does not follow this mirror."""
+        blocks = {name: (block.parent_hash, block.content, dict(block.levels)) for name, block in self.blocks.items()}
+        return _mirror, (self.next_event_id, blocks)
+
     def reset(self, snapshot: EventSnapshot) -> None:
         """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
         instance(snapshot, EventSnapshot, "snapshot")
@@ -142,6 +147,18 @@ class EventMirror:
         if block is None or group not in block.levels:
             raise LogicError(f"event {event_id}: block {block_hash} is not stored in layer group {group}")
         return block.levels[group]
+
+
+def _mirror(
+    next_event_id: int, blocks: dict[BlockHash, tuple[BlockHash | None, bytes | tuple[UniqueToken, ...], dict[int, int]]]
+) -> EventMirror:
+    """The mirror of these blocks."""
+    mirror = EventMirror()
+    mirror.next_event_id = next_event_id
+    for name, (parent_hash, content, levels) in blocks.items():
+        block = mirror.blocks[name] = MirroredBlock(parent_hash, content)
+        block.levels = levels
+    return mirror
 
 
 def _events(events: object) -> list[KVCacheEvent]:

@@ -88,6 +88,9 @@ class HalfOpenRange:
     def __hash__(self) -> int:
         return hash((self.beg, self.end)) if self else hash((0, 0))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return HalfOpenRange, (self.beg, self.end)
+
     def __repr__(self) -> str:
         return f"HalfOpenRange({self.beg}, {self.end})"
 

@@ -60,6 +60,9 @@ class SizingTable:
         self.levels = levels  # warm to cold
         self.group_names = group_names  # of the layer groups: "full, 2 layers"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return SizingTable, (list(self.levels), list(self.group_names))
+
     @property
     def rows(self) -> list[SizingRow]:
         """Of all levels, level by level."""

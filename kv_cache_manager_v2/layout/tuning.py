@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, CacheLevel
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing, resized, weights_from_length
@@ -56,6 +56,9 @@ class Tuner:
         self.cold_weights: list[float] | None = None  # the same for all colder levels
         self._updated_at = 0  # num_samples at the latest update of the targets
         self._verdict: bool | None = None  # whether a level is mismatched; None after anything that it depends on changed
+
+    def __reduce__(self) -> str:
+        raise LogicError("a Tuner cannot be copied or pickled: it is part of its manager; copy the figures that you need")
 
     def sample_reused(self, tokens: int) -> None:
         """A request was created and can reuse so many tokens."""

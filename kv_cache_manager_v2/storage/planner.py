@@ -26,6 +26,9 @@ class Shortage:
         self.gate = gate  # refused before looking for room: the pool group is used beyond max_util_for_resume, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Shortage, (self.pool_group, self.level, self.missing, self.permanent, self.gate)
+
     def __repr__(self) -> str:
         kind = "permanent" if self.permanent else "used beyond max_util_for_resume" if self.gate else "for now"
         return f"Shortage(pool group {self.pool_group}, level {self.level}: {self.missing} slots short, {kind})"

@@ -41,6 +41,18 @@ class ResizeResult:
         self.evicted = 0  # pages moved down or dropped
         self.compacted = 0  # pages moved into slots that stay
 
+    def __reduce__(self) -> tuple[object, ...]:
+        numbers = (
+            self.level,
+            list(self.old_slots),
+            list(self.new_slots),
+            self.pool_group,
+            self.missing,
+            self.evicted,
+            self.compacted,
+        )
+        return _resize_result, (self.ok, self.reason, *numbers)
+
     def __bool__(self) -> bool:
         return self.ok
 
@@ -67,12 +79,37 @@ def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> Resiz
     return _Resize(hierarchy, level, sizing).run()
 
 
+def _resize_result(
+    ok: bool,
+    reason: str,
+    level: int,
+    old_slots: list[int],
+    new_slots: list[int],
+    pool_group: int,
+    missing: int,
+    evicted: int,
+    compacted: int,
+) -> ResizeResult:
+    """The result with these attributes."""
+    result = ResizeResult(level, old_slots, new_slots)
+    result.ok = ok
+    result.reason = reason
+    result.pool_group = pool_group
+    result.missing = missing
+    result.evicted = evicted
+    result.compacted = compacted
+    return result
+
+
 class AdjustResult:
     """What an adjustment did on each level, or why it could not; true on success."""
 
     def __init__(self, levels: list[ResizeResult]) -> None:
         self.levels = levels  # in the order in which they were tried, coldest first; after a refusal, which is last, none
         self.ok = all(result.ok for result in levels)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AdjustResult, (list(self.levels),)
 
     def __bool__(self) -> bool:
         return self.ok
