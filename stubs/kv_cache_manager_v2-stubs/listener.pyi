@@ -9,6 +9,7 @@ from abc import ABC, ABCMeta, abstractmethod
 class CachedBlock(metaclass=ABCMeta):
     """A block of tokens in the reuse tree, as a listener sees it."""
 
+    def __reduce__(self) -> str: ...
     @abstractmethod
     def block_key(self) -> bytes:
         """The 32-byte chained key; computed on the first request, then kept."""

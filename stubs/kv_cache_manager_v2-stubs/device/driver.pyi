@@ -26,6 +26,7 @@ class Driver(ABC):
     (`wait_gate`), the host can look at it (`poll_gate`). It opens whatever happens, and says how the transfer ended.
     """
 
+    def __reduce__(self) -> str: ...
     @abstractmethod
     def describe(self) -> str:
         """One line for people: the device and how it is driven."""

@@ -49,6 +49,7 @@ class TransferPlan:
     filled: dict[tuple[int, str], int]
 
     def __init__(self, source: KVCachePageTable, destination: KVCachePageTable, pairings: list[GroupPairing]) -> None: ...
+    def __reduce__(self) -> tuple[object, ...]: ...
     def moves(self, source_slots: Sequence[Integers], destination_slots: Sequence[Integers]) -> list[ByteMove]:
         """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
 

@@ -45,6 +45,7 @@ class KVCacheEventManager(CacheListener):
         window_size_by_layer_group: Mapping[int, SupportsIndex] | None = None,
         mm_token_id_offset: SupportsIndex | None = None,
     ) -> None: ...
+    def __reduce__(self) -> str: ...
     @property
     def hash_algo(self) -> str:
         """The algorithm's own name, where `auto` was asked for."""

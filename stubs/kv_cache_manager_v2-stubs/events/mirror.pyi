@@ -33,6 +33,9 @@ class EventMirror:
     next_event_id: int
 
     def __init__(self, snapshot: EventSnapshot | None = None) -> None: ...
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy, however it is made, does not follow this mirror."""
+
     def reset(self, snapshot: EventSnapshot) -> None:
         """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
 

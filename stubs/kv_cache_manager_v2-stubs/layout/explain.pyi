@@ -52,6 +52,7 @@ class SizingTable:
     group_names: list[str]
 
     def __init__(self, levels: list[SizingLevel], group_names: list[str]) -> None: ...
+    def __reduce__(self) -> tuple[object, ...]: ...
     @property
     def rows(self) -> list[SizingRow]:
         """Of all levels, level by level."""
