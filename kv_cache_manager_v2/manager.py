@@ -43,7 +43,7 @@ from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.manager_views import ManagerViews
+from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look, poison_of, take_poison_of
@@ -68,7 +68,7 @@ _log: Final = logging.getLogger(__name__)
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 
 
-class KVCacheManager(ManagerViews):
+class KVCacheManager(ManagerStatistics):
     """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
 
     `driver` is the device; by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Raises ConfigError for a

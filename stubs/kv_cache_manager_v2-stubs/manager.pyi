@@ -13,7 +13,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.manager_views import ManagerViews
+from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request.request import PriorityCallback
 from kv_cache_manager_v2.reuse.explain import MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
@@ -22,7 +22,7 @@ from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")
 
-class KVCacheManager(ManagerViews):
+class KVCacheManager(ManagerStatistics):
     """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
 
     `driver` is the device; by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Raises ConfigError for a

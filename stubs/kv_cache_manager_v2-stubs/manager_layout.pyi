@@ -1,6 +1,6 @@
-"""What can be asked of a manager: its layout, its settings, its statistics.
+"""What can be asked of a manager: its memory, its layout, its settings.
 
-Rule: nothing here changes a cache or moves a page; readings that reset a counter say so in their name.
+Rule: nothing here changes a cache or moves a page.
 """
 
 from collections.abc import Iterable
@@ -9,24 +9,16 @@ from typing import SupportsIndex
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc
-from kv_cache_manager_v2.ids import GPU_LEVEL, DataRole, LayerGroupId, LayerId, LifeCycleId, PageIndexMode, PoolGroupId
+from kv_cache_manager_v2.ids import DataRole, LayerGroupId, LayerId, PageIndexMode
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter
 from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.manager_state import ManagerState
-from kv_cache_manager_v2.statistics import (
-    KVCacheIterationStatsDelta,
-    KVCacheStatsDelta,
-    MovementCounters,
-    PoolGroupPeakBlockStats,
-    ReusedBlocksByLevel,
-    SsmSnapshotIterationStatsDelta,
-    StorageStatistics,
-)
+from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
-class ManagerViews:
-    """The read-only half of `KVCacheManager`."""
+class ManagerLayout:
+    """The questions about memory and layout that `KVCacheManager` answers."""
 
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None: ...
     @property
@@ -101,60 +93,6 @@ class ManagerViews:
     def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool | None:
         """Whether every cache supports this mode always; None: ask the cache."""
 
-    def get_committed_stats(self) -> KVCacheStatsDelta:
-        """Totals since construction of what requests handed in with `KVCache.commit_pending_stats`, and of loads from colder tiers;
-        attention layers only. They never fall. A copy."""
-
-    def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]:
-        """Per life cycle, what happened since the last call, recurrent layers' movement included; only those to which
-        something did."""
-
-    def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
-        """Look-ups of snapshots since the last call."""
-
-    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
-        """The old name of `get_and_reset_ssm_snapshot_iteration_stats`, for one release."""
-
-    def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
-        """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
-
-    def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]:
-        """Reused tokens since the last call, by the level from which each block had to be brought."""
-
-    def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
-        """Pages that `prefetch` moved from disk to host memory since the last call."""
-
-    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
-        """By pool group, the largest counts that any public call left since the last reading."""
-
-    def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
-        """The same for every level."""
-
-    def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
-        """(suspensions, resumes but for first ones) since the last call."""
-
-    def record_request_suspended(self) -> None:
-        """Count a suspension that the engine made by other means."""
-
-    def record_request_resumed(self) -> None: ...
-    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
-        """Slots of each pool group on a level, now."""
-
-    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
-        """The pool group of each life cycle; the same on every level."""
-
-    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
-        """Note that a request has counts to commit. None is ignored."""
-
-    def clear_stats_dirty(self, id: SupportsIndex | None) -> None: ...
-    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
-        """Ids of the requests that have counts to commit. A copy."""
-
-    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
-        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
-
-    def clear_stats_excluded(self, id: SupportsIndex | None) -> None: ...
-    def is_stats_excluded(self, id: SupportsIndex | None) -> bool: ...
     @property
     def init_config(self) -> KVCacheManagerConfig:
         """A copy of the configuration."""

@@ -1,11 +1,10 @@
-"""What can be asked of a manager: its layout, its settings, its statistics.
+"""What can be asked of a manager: its memory, its layout, its settings.
 
-Rule: nothing here changes a cache or moves a page; readings that reset a counter say so in their name.
+Rule: nothing here changes a cache or moves a page.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import SupportsIndex
 
@@ -14,7 +13,6 @@ from kv_cache_manager_v2.arguments import (
     each_of,
     page_index_mode,
     page_index_mode_or_none,
-    request_id,
     shown,
     text,
     whole,
@@ -28,30 +26,21 @@ from kv_cache_manager_v2.ids import (
     DataRole,
     LayerGroupId,
     LayerId,
-    LifeCycleId,
     PageIndexMode,
-    PoolGroupId,
 )
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, buffer_base, page_index_upper_bound, resolve_mode
 from kv_cache_manager_v2.layout.pools import BufferId, BufferPlace, PoolGroupDesc
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.manager_state import ManagerState
-from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
 from kv_cache_manager_v2.statistics import (
-    KVCacheIterationStatsDelta,
-    KVCacheStatsDelta,
     MovementCounters,
-    PoolGroupPeakBlockStats,
-    ReusedBlocksByLevel,
-    SsmSnapshotIterationStatsDelta,
-    StorageStatistics,
 )
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
-class ManagerViews:
-    """The read-only half of `KVCacheManager`."""
+class ManagerLayout:
+    """The questions about memory and layout that `KVCacheManager` answers."""
 
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None:
         self._config = config
@@ -59,7 +48,6 @@ class ManagerViews:
         self._hierarchy = hierarchy
         self._shared = shared
         self._layout = shared.layout
-        self._ledger: StatisticsLedger = shared.ledger
 
     @property
     def shared(self) -> ManagerState:
@@ -170,121 +158,6 @@ class ManagerViews:
         if page_index_mode(mode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
             return None
         return True
-
-    # --- statistics
-
-    def get_committed_stats(self) -> KVCacheStatsDelta:
-        """Totals since construction of what requests handed in with `KVCache.commit_pending_stats`, and of loads from colder tiers;
-        attention layers only. They never fall. A copy."""
-        with self._shared.lock:
-            return self._ledger.committed()
-
-    def get_and_reset_iteration_stats(self) -> dict[LifeCycleId, KVCacheIterationStatsDelta]:
-        """Per life cycle, what happened since the last call, recurrent layers' movement included; only those to which
-        something did."""
-        with self._shared.lock:
-            return {LifeCycleId(index): delta for index, delta in self._ledger.take_iteration().items()}
-
-    def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
-        """Look-ups of snapshots since the last call."""
-        with self._shared.lock:
-            return {LifeCycleId(index): delta for index, delta in self._ledger.take_snapshots().items()}
-
-    def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
-        """The old name of `get_and_reset_ssm_snapshot_iteration_stats`, for one release."""
-        warnings.warn(
-            "get_and_reset_iteration_ssm_snapshot_stats() is now get_and_reset_ssm_snapshot_iteration_stats()",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.get_and_reset_ssm_snapshot_iteration_stats()
-
-    def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
-        """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
-        with self._shared.lock:
-            return {LifeCycleId(index): table for index, table in self._ledger.take_by_level().items()}
-
-    def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]:
-        """Reused tokens since the last call, by the level from which each block had to be brought."""
-        with self._shared.lock:
-            return self._ledger.take_tokens_by_level()
-
-    def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
-        """Pages that `prefetch` moved from disk to host memory since the last call."""
-        with self._shared.lock:
-            return self._ledger.take_disk_prefetched()
-
-    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
-        """By pool group, the largest counts that any public call left since the last reading."""
-        with self._shared.lock:
-            return self._ledger.take_peaks(self._level(level))
-
-    def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
-        """The same for every level."""
-        with self._shared.lock:
-            return [self._ledger.take_peaks(level) for level in range(self._hierarchy.num_levels)]
-
-    def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
-        """(suspensions, resumes but for first ones) since the last call."""
-        with self._shared.lock:
-            return self._ledger.take_suspend_resume()
-
-    def record_request_suspended(self) -> None:
-        """Count a suspension that the engine made by other means."""
-        with self._shared.lock:
-            self._ledger.suspended += 1 if self._ledger.enabled else 0
-
-    def record_request_resumed(self) -> None:
-        with self._shared.lock:
-            self._ledger.resumed += 1 if self._ledger.enabled else 0
-
-    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
-        """Slots of each pool group on a level, now."""
-        number = self._level(level)
-        hierarchy = self._hierarchy
-        with self._shared.lock:
-            return [
-                StorageStatistics(
-                    tuple(sizes), hierarchy.total(number, group), hierarchy.free(number, group), hierarchy.evictable(number, group)
-                )
-                for group, sizes in enumerate(self._layout.slot_sizes)
-            ]
-
-    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
-        """The pool group of each life cycle; the same on every level."""
-        self._level(level)
-        return list(self._layout.pool_group_of)
-
-    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
-        """Note that a request has counts to commit. None is ignored."""
-        number = request_id(id)
-        if number is not None:
-            self._ledger.mark_dirty(number, None)
-
-    def clear_stats_dirty(self, id: SupportsIndex | None) -> None:
-        number = request_id(id)
-        if number is not None:
-            self._ledger.clear_dirty(number)
-
-    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
-        """Ids of the requests that have counts to commit. A copy."""
-        return self._ledger.dirty_ids()
-
-    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
-        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
-        number = request_id(id)
-        if number is not None:
-            self._ledger.excluded.add(number)
-            self._ledger.clear_dirty(number)
-
-    def clear_stats_excluded(self, id: SupportsIndex | None) -> None:
-        number = request_id(id)
-        if number is not None:
-            self._ledger.excluded.discard(number)
-
-    def is_stats_excluded(self, id: SupportsIndex | None) -> bool:
-        number = request_id(id)
-        return number is not None and number in self._ledger.excluded
 
     # --- settings
 
