@@ -110,7 +110,7 @@ class Tiers:
         self.hierarchy = Hierarchy(self.driver, self.timeline, layout, sizings, config.cache_tiers, MovementCounters(1, 3))
         assert self.hierarchy.acquire([batch * batches], []) is None
         self.pages: list[Page] = [self.hierarchy.new_page(0, 35) for _i in range(batch * batches)]
-        self.arenas: list[Arena] = [self.hierarchy.places.by_cell[level].arenas[0] for level in range(3)]
+        self.arenas: list[Arena] = [self.hierarchy.cells[0][level].arenas[0] for level in range(3)]
         for arena in self.arenas[:2]:
             ctypes.memset(arena.address(0), 1, quota)  # fault the memory in
         disk = self.arenas[2]
@@ -122,7 +122,7 @@ class Tiers:
     def move(self, pages: list[Page], way: Way) -> float:
         """Move pages; seconds until their bytes are there, and for a synced file on the device."""
         start = time.perf_counter()
-        self.hierarchy.mover.move_run(pages, way.destination, 0)
+        self.hierarchy.mover.move(pages, self.hierarchy.cells[0][way.destination])
         self.driver.synchronize()
         if way.mode == SYNCED:
             os.fdatasync(self.fd)

@@ -44,6 +44,11 @@ class StagingPiece:
         self.timed_out = False  # it is or was quarantined
         self.behind: list[StagingPiece] = []  # pieces filled by file reads that it was handed on over before they were settled
 
+    @property
+    def lent(self) -> bool:
+        """Whether its end of use is not known."""
+        return self.state == _LENT
+
     def suspect(self) -> bool:
         """Whether a read that timed out may have written into this piece while it was in use: its bytes must not be trusted.
 
@@ -128,6 +133,11 @@ class StagingRing:
             piece.state = _QUARANTINED
             piece.timed_out = True
             self._quarantined.append(piece)
+
+    def finish(self, piece: StagingPiece, point: Point) -> None:
+        """The piece's use is over at this point, and all of its transfers have ended: `release` and `settle` in one."""
+        self.release(piece, point)
+        self.settle(piece)
 
     def close(self) -> None:
         """Give the memory back; LogicError while a piece is lent or quarantined. Released ones must be over."""

@@ -62,6 +62,18 @@ class LevelSizing:
         grains = [grains_for_slots(count, layout.slot_sizes[pg], self.granularity) for pg, count in enumerate(self.slots)]
         return sum(grains) * self.granularity
 
+    def with_slots(self, layout: StorageLayout, slots: list[int]) -> LevelSizing:
+        """This sizing, for a level that has fewer slots: the device did not give their memory back."""
+        smaller = LevelSizing(self.tier, self.asked, self.quota, self.granularity)
+        smaller.weights = self.weights
+        smaller.weights_from = self.weights_from
+        smaller.floors = self.floors
+        smaller.minimum_quota = self.minimum_quota
+        smaller.pinned = self.pinned
+        smaller.slots = list(slots)
+        smaller.quota = smaller.used_quota(layout)
+        return smaller
+
     def ratio(self, layout: StorageLayout) -> list[float]:
         """Each pool group's share of the bytes of all slots."""
         return normalised(self.pool_bytes(layout))

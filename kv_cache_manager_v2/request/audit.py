@@ -49,7 +49,7 @@ def check_accounts(shared: ManagerState) -> None:
     _check_pins(shared)
     for page in pages.values():
         assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
-    for page in shared.hierarchy.levels.all_pages():
+    for page in shared.hierarchy.all_pages():
         key = id(page)
         assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))

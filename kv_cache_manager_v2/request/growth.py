@@ -46,9 +46,9 @@ def add_blocks(request: Request, capacity: int) -> bool:
     shared = request.shared
     blocks = -(-capacity // request.tokens_per_block)
     wanted = (blocks - request.num_blocks) * request.width
-    allocators = shared.hierarchy.levels.allocators
+    cells = shared.hierarchy.gpu
     for group in range(len(shared.tables_in_group)):
-        if shared.tables_in_group[group] * wanted > allocators[group].free:
+        if shared.tables_in_group[group] * wanted > cells[group].allocator.free:
             return False
     for table in request.tables:
         if table.row.buffer is not None and table.row.max_blocks() < blocks:

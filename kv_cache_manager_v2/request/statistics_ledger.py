@@ -25,8 +25,7 @@ from kv_cache_manager_v2.statistics import (
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
 )
-from kv_cache_manager_v2.storage.allocator import SlotAllocator
-from kv_cache_manager_v2.storage.eviction import EvictionQueue
+from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
@@ -339,27 +338,26 @@ class _Peaks:
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
-        self._allocators: list[SlotAllocator] = hierarchy.levels.allocators
-        self._queues: list[EvictionQueue] = hierarchy.levels.queues
         self._groups = hierarchy.num_groups
-        self._cells = hierarchy.num_levels * hierarchy.num_groups
-        self._available = [0] * self._cells
-        self._unavailable = [0] * self._cells
-        self._evictable = [0] * self._cells
+        self._cells: list[Cell] = [cell for level in range(hierarchy.num_levels) for cell in hierarchy.level_cells(level)]
+        self._available = [0] * len(self._cells)
+        self._unavailable = [0] * len(self._cells)
+        self._evictable = [0] * len(self._cells)
         for level in range(hierarchy.num_levels):
             self.take(level)
 
     def note(self) -> None:
-        for cell in range(self._cells):
-            evictable = self._queues[cell].length
-            available = self._allocators[cell].free + evictable
-            unavailable = self._allocators[cell].capacity - available
-            if available > self._available[cell]:
-                self._available[cell] = available
-            if unavailable > self._unavailable[cell]:
-                self._unavailable[cell] = unavailable
-            if evictable > self._evictable[cell]:
-                self._evictable[cell] = evictable
+        for number in range(len(self._cells)):
+            cell = self._cells[number]
+            evictable = cell.evictable
+            available = cell.allocator.free + evictable
+            unavailable = cell.allocator.capacity - available
+            if available > self._available[number]:
+                self._available[number] = available
+            if unavailable > self._unavailable[number]:
+                self._unavailable[number] = unavailable
+            if evictable > self._evictable[number]:
+                self._evictable[number] = evictable
 
     def take(self, level: int) -> list[PoolGroupPeakBlockStats]:
         self.note()

@@ -1,10 +1,10 @@
-"""Slots of one pool group on one level: which are free, which are taken, and when a free one may be touched.
+"""Slots of one pool group on one level: which are free, which are taken, and when a free one may be used.
 
-Rule: a free slot carries the point at which its last user is done; whoever takes it waits for that point before writing. A slot
+Rule: a free slot carries the point at which its last user is done, and its next user waits for that point before it writes. A slot
 whose point has passed is preferred to one never used, and one never used to one still busy.
 
-Issued ids are 0 .. issued-1. Each of them is taken, ready, pending, or (while shrinking) set aside. Who has a taken one is known to
-the lists of pages (see Levels), not here: what is kept by slot is packed, and nothing for the cyclic collector.
+Issued ids are 0 .. issued-1. Each of them is taken, ready, pending, or (while shrinking) set aside. The lists of pages (see Cell)
+say which page has a taken one. What is kept by slot is packed, so the cyclic collector has nothing to walk.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ class SlotAllocator:
 
     def __init__(self, timeline: Timeline, capacity: int) -> None:
         self._timeline = timeline
-        self.capacity = capacity  # slots that the arenas behind can hold
+        self.capacity = capacity  # slots that have memory
         self.free = capacity  # slots that `allocate` can hand out now
         self.issued = 0  # ids ever issued: the high-water mark
-        self._taken: vec[bool] = vec[bool]()  # by slot id below `issued`: somebody has it
+        self._taken: vec[bool] = vec[bool]()  # by slot id below `issued`
         self._target = capacity  # no id at or above it is issued; below `capacity` only while shrinking
         self._ready: vec[i64] = vec[i64]()  # free, last user known to be done; a stack, so that low ids are reused
         self._pending = FreeSlots()  # free, last user perhaps still running
         self._aside = FreeSlots()  # free ids at or above the target of a pending shrink
+        self._lost: set[int] = set()  # taken ids whose memory is gone, all at or above `capacity`; they vanish when released
 
     def allocate(self) -> tuple[SlotId, Point]:
         """A slot and the point that its new owner must wait for before touching it. Raises OutOfPagesError if none is free."""
         if self.free <= 0:
             raise OutOfPagesError(f"none of {self._target} slots is free; make room before allocating")
+        index = -1
+        if len(self._ready) == 0 and len(self._pending) > 0:
+            index = self._first_done()  # asks the device, which may raise: before anything changes
         self.free -= 1
         if len(self._ready) > 0:
             self._ready, ready = pop(self._ready)
             self._taken[ready] = True
             return SlotId(ready), NULL_POINT
-        if len(self._pending) > 0:
-            index = self._first_done()
-            if index >= 0:
-                slot = self._pending.take(index)
-                self._taken[slot] = True
-                return slot, NULL_POINT
+        if index >= 0:
+            slot = self._pending.take(index)
+            self._taken[slot] = True
+            return slot, NULL_POINT
         if self.issued < self._target:
             slot = SlotId(self.issued)
             self.issued += 1
@@ -62,9 +64,12 @@ class SlotAllocator:
         return slot, point
 
     def release(self, slot: SlotId, point: Point) -> None:
-        """Take a slot back; `point` is the end of its last use. Raises LogicError if the slot is not taken."""
+        """Free a slot; `point` is the end of its last use. Raises LogicError if the slot is not taken."""
         if not self.taken(slot):
             raise LogicError(f"slot {slot} is not taken ({self.issued} ids issued): it was released twice or never allocated")
+        if slot >= self.issued:
+            self._lost.discard(slot)
+            return
         self._taken[slot] = False
         if slot >= self._target:
             self._aside.push(slot, point)
@@ -76,8 +81,10 @@ class SlotAllocator:
             self._pending.push(slot, point)
 
     def taken(self, slot: SlotId) -> bool:
-        """Whether somebody has the slot."""
-        return 0 <= slot < self.issued and self._taken[slot]
+        """Whether the slot was allocated and not released since."""
+        if 0 <= slot < self.issued:
+            return self._taken[slot]
+        return slot in self._lost
 
     def _first_done(self) -> int:
         """Position of a pending slot whose last user is done, among the first few; -1 if there is none."""
@@ -99,9 +106,33 @@ class SlotAllocator:
         """More slots; the arenas have grown already. Raises LogicError during a shrink."""
         if self.shrinking() or capacity < self.capacity:
             raise LogicError(f"cannot expand {self.capacity} slots to {capacity} (shrinking: {self.shrinking()})")
-        self.free += capacity - self.capacity
+        for slot in sorted(self._lost):
+            if slot < capacity:  # its id has memory again: an id like any other
+                while self.issued < slot:
+                    self._ready = append(self._ready, self.issued)
+                    self._taken = append(self._taken, False)
+                    self.issued += 1
+                self._taken = append(self._taken, True)
+                self.issued += 1
+                self._lost.discard(slot)
         self.capacity = capacity
         self._target = capacity
+        self.free = self._num_recycled() + capacity - self.issued
+
+    def lose_from(self, capacity: int) -> None:
+        """The memory of all slots from `capacity` on is gone. Taken ones stay taken, and vanish when they are released."""
+        if self.shrinking():
+            self.abort_shrink()
+        if capacity >= self.capacity:
+            return
+        self.prepare_shrink(capacity)
+        for slot in range(capacity, self.issued):
+            if self._taken[slot]:
+                self._lost.add(slot)
+        self._aside.clear()
+        self.issued = min(self.issued, capacity)
+        self._taken = self._taken[: self.issued]
+        self.capacity = capacity
 
     def shrinking(self) -> bool:
         return self._target != self.capacity
@@ -127,7 +158,7 @@ class SlotAllocator:
         self.free = self._num_recycled() + max(capacity - self.issued, 0)
 
     def abort_shrink(self) -> None:
-        """Undo `prepare_shrink`."""
+        """Issue ids up to the capacity again."""
         for index in range(len(self._aside)):
             self._pending.push(self._aside.slot(index), self._aside.point(index))
         self._aside.clear()
@@ -135,11 +166,10 @@ class SlotAllocator:
         self.free = self._num_recycled() + self.capacity - self.issued
 
     def finish_shrink(self) -> None:
-        """Forget the ids above the target; the host waits for their last users. Raises LogicError if one is still taken."""
+        """Remove the ids above the target, whose last users are done. Raises LogicError if one is still taken."""
         cut = max(0, self.issued - self._target)
         if len(self._aside) != cut:
             raise LogicError(f"{cut - len(self._aside)} slots at or above {self._target} are still taken; move their pages first")
-        self._wait_for(self._aside)
         self._aside.clear()
         self.issued = min(self.issued, self._target)
         self._taken = self._taken[: self.issued]
@@ -148,6 +178,7 @@ class SlotAllocator:
     def synchronize(self) -> None:
         """Block the host until the last user of every free slot is done. O(free slots)."""
         self._wait_for(self._pending)
+        self._wait_for(self._aside)
 
     def _wait_for(self, slots: FreeSlots) -> None:
         last = NULL_POINT
@@ -160,8 +191,8 @@ class SlotAllocator:
     # --- checks
 
     def num_taken(self) -> int:
-        """Slots that somebody has, by subtraction. O(1)."""
-        return self.issued - self._num_recycled() - len(self._aside)
+        """Slots allocated and not released since. O(1)."""
+        return self.issued - self._num_recycled() - len(self._aside) + len(self._lost)
 
     def _num_recycled(self) -> int:
         return len(self._ready) + len(self._pending)
@@ -187,3 +218,5 @@ class SlotAllocator:
             assert slot < self._target, f"slot {slot} may not be issued any more"
         for slot in aside:
             assert slot >= self._target, f"slot {slot} was set aside for nothing"
+        for number in self._lost:
+            assert number >= self.capacity, f"slot {number} has memory, and counts as lost"

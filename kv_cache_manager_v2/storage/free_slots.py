@@ -17,12 +17,12 @@ COMPACT_FROM: Final = 256  # places left empty at the old end before the rest mo
 
 
 class FreeSlots:
-    """A queue that is left near its old end. Every operation is O(1), amortised; positions count from the oldest."""
+    """A queue whose slots leave near its old end. Every operation is O(1), amortised; positions count from the oldest."""
 
     def __init__(self) -> None:
         self._slots: vec[i64] = vec[i64]()
         self._points: vec[i64] = vec[i64]()  # by position in `_slots`
-        self._beg = 0  # the valid part of both; what lies around it is room
+        self._beg = 0  # the valid part of both
         self._end = 0
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class FreeSlots:
         return slot
 
     def clear(self) -> None:
-        """Forget all slots, and give their memory back."""
+        """Remove all slots, and free their memory."""
         self._slots = vec[i64]()
         self._points = vec[i64]()
         self._beg = 0
@@ -77,4 +77,4 @@ class FreeSlots:
     def check_invariants(self) -> None:
         assert len(self._slots) == len(self._points), "a waiting slot without its point"
         assert 0 <= self._beg <= self._end <= len(self._slots), f"slots {self._beg} to {self._end} of {len(self._slots)} wait"
-        assert self._beg == 0 or self._beg < self._end, "an empty queue has room at its old end"
+        assert self._beg == 0 or self._beg < self._end, "an empty queue begins late"

@@ -1,65 +1,81 @@
-"""Executing a plan: drop, tell the owners, then move pages in batches, deepest level first.
+"""Carrying out a plan: drop, tell the owners, then move pages in batches, deepest level first.
 
-Rule: no page leaves its queue before its copy is queued, and none changes its slot before its whole batch is. So a device failure
-in the middle finds every page that has not moved at its old place, in its old position. Owners are told from worklists, never
-inside each other.
+Rule: a move reserves its slots, queues its copies, and then installs both for the whole batch. So a device failure finds every page
+that has not moved at its old place, in its old position. Owners are told from worklists, never inside each other.
 
-When two levels are full and pages must change places, they go in rounds: whatever fits moves and leaves a slot behind for the next
-round. If nothing fits anywhere, some pages of the target level wait in a small parking area of host memory until the others have
-passed.
+When two levels are full and pages must change places, they go in rounds: whatever fits moves and leaves a free slot for the next
+round. If nothing fits anywhere, some pages of the target level wait in swap slots, a few slots of host memory, for a slot on their
+new level. A page in a swap slot counts for its new level. If the device refuses to go on it stays there, with its bytes, until it
+can go on or is loaded.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Final
 
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import NO_SLOT, Point, SlotId
+from kv_cache_manager_v2.ids import NO_SLOT
 from kv_cache_manager_v2.statistics import MovementCounters
-from kv_cache_manager_v2.storage.copier import Copier, CopyBatch
-from kv_cache_manager_v2.storage.levels import Levels
-from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.places import Place
+from kv_cache_manager_v2.storage.cell import Cell
+from kv_cache_manager_v2.storage.cells import Cells
+from kv_cache_manager_v2.storage.copier import Copier
+from kv_cache_manager_v2.storage.copy_batch import CopyBatch
+from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
+from kv_cache_manager_v2.storage.page import PINNED, Page
 from kv_cache_manager_v2.storage.planner import GroupPlan, exchange_stalls
+from kv_cache_manager_v2.storage.tiers import HostTier
 
-PARKING_SLOTS: Final = 64  # pages that wait at once: more only makes the rounds longer
-PARKING_BYTES: Final = 8 << 20  # bound of a pool group's parking area, unless a single slot is larger
+SWAP_SLOTS: Final = 64  # pages that wait in swap slots at once: more only makes the rounds longer
+SWAP_BYTES: Final = 8 << 20  # bound of the swap slots of a cell, unless a single slot is larger
 
 
 class Mover:
-    """The only one that moves and drops pages to make room."""
+    """Moves and drops pages to make room; nothing else does."""
 
-    def __init__(self, levels: Levels, places: list[Place], copier: Copier, counters: MovementCounters) -> None:
-        self._levels = levels
-        self._places = places  # by level and pool group, flat, as in Levels
+    def __init__(
+        self,
+        driver: Driver,
+        timeline: Timeline,
+        cells: Cells,
+        copier: Copier,
+        in_flight: TransfersInFlight,
+        counters: MovementCounters,
+    ) -> None:
+        self._driver = driver
+        self._timeline = timeline
+        self._cells = cells.by_group  # by pool group and level
         self._copier = copier
+        self._in_flight = in_flight
         self._counters = counters
+        self._swaps = cells.swaps  # cells of swap slots made so far
         self._gone: list[Page] = []  # dropped or lost; their owners are to be told
         self._telling = False
-        self._moved: list[Page] = []  # relocated; their owners are to be told ...
+        self._moved: list[Page] = []  # on another level now; their owners are to be told ...
         self._moved_from: list[int] = []  # ... from which level
 
     # --- telling owners
 
     def drop(self, page: Page) -> None:
         """Drop a droppable page; its owner is told by `tell_gone`."""
-        assert page.locks + page.holds == 0, "a page that somebody needs was to be dropped"
+        assert page.locks + page.holds == 0, "a page that is needed was to be dropped"
         self._counters.dropped[page.life_cycle][page.level] += 1
-        self._levels.free_page(page)
+        page.cell.free_page(page)
         self.note_gone(page)
 
     def note_gone(self, page: Page) -> None:
+        """The page was dropped or lost; its owner is told by `tell_gone`."""
         if page.owner is not None:
             self._gone.append(page)
 
     def tell_gone(self) -> None:
-        """Tell the owners of dropped and lost pages, in that order. An owner may give back further pages meanwhile."""
+        """Tell the owners of dropped and lost pages, in that order. An owner may drop further pages meanwhile."""
         if self._telling:
             return  # the outer call goes on with whatever was added
         self._telling = True
+        index = 0
         try:
-            index = 0
             while index < len(self._gone):
                 page = self._gone[index]
                 index += 1
@@ -68,10 +84,10 @@ class Mover:
                 if owner is not None:
                     owner.page_gone(page)
         finally:
-            self._gone = []
+            del self._gone[:index]
             self._telling = False
 
-    def tell_moved(self) -> None:
+    def _tell_moved(self) -> None:
         moved = self._moved
         sources = self._moved_from
         if not moved:
@@ -89,7 +105,7 @@ class Mover:
     def execute(self, plans: list[GroupPlan], target: int) -> None:
         """Carry out a plan that fits. On a device failure what was done stays done, and the error is raised."""
         for plan in plans:
-            self._prepare_parking(plan, target)
+            self._prepare_swap(plan, target)
         for plan in plans:
             for page in plan.drops:
                 self.drop(page)
@@ -99,171 +115,154 @@ class Mover:
             for plan in plans:
                 self._run_rounds(plan, target)
         finally:
-            self.tell_moved()
-
-    def _prepare_parking(self, plan: GroupPlan, target: int) -> None:
-        """Make the parking area before anything changes, if the rounds would come to a standstill without one."""
-        levels = self._levels
-        if not plan.rising or not any(plan.sinking):
-            return
-        free = [levels.free(level, plan.pool_group) for level in range(levels.num_levels)]
-        rising = [0] * levels.num_levels
-        for page in plan.drops:
-            free[page.level] += 1
-        kept = 0
-        for page in plan.rising:
-            rising[page.level] += 1
-            kept += 1 if page.transfers > 0 else 0
-        sinking = [[page.level for page in pages] for pages in plan.sinking]
-        if kept > 0 or exchange_stalls(target, free, rising, sinking):  # a kept slot would have to be left out of the count
-            self._open_parking(plan.pool_group)
-
-    def _open_parking(self, group: int) -> None:
-        cell = self._levels.cell(self._levels.parking, group)
-        allocator = self._levels.allocators[cell]
-        if allocator.capacity == 0:
-            place = self._places[cell]
-            slot_bytes = sum([arena.slot_bytes for arena in place.arenas])
-            slots = max(1, min(PARKING_SLOTS, PARKING_BYTES // slot_bytes))
-            place.resize(slots)
-            allocator.expand(slots)
+            self._tell_moved()
 
     def _run_rounds(self, plan: GroupPlan, target: int) -> None:
-        levels = self._levels
-        for level in range(target + 1, levels.num_levels):
-            if plan.sinking[level]:  # an owner that was told may have given some back
-                plan.sinking[level] = [page for page in plan.sinking[level] if page.slot != NO_SLOT]
-        plan.rising = [page for page in plan.rising if page.slot != NO_SLOT]
-        try:
-            while True:
-                moved = 0
-                left = 0
-                for level in range(levels.last, target, -1):
-                    moved += self._move_some(plan.sinking[level], level, target)
-                    left += len(plan.sinking[level])
-                moved += self._move_some(plan.rising, target, target)
-                left += len(plan.rising)
-                if left == 0:
-                    return
-                if moved == 0:
-                    self._park(plan, target)
-        except BaseException:
-            for level in range(target + 1, levels.num_levels):
-                for page in plan.sinking[level]:
-                    if page.level == levels.parking:
-                        self._rescue(page, level, target)
-            raise
+        cells = self._cells[plan.pool_group]
+        for level in range(target + 1, len(cells)):
+            if plan.offloads[level]:  # an owner that was told may have dropped some
+                plan.offloads[level] = [page for page in plan.offloads[level] if page.slot != NO_SLOT]
+        plan.loads = [page for page in plan.loads if page.slot != NO_SLOT]
+        while True:
+            moved = 0
+            left = 0
+            for level in range(len(cells) - 1, target, -1):
+                moved += self._move_some(plan.offloads[level], cells[level])
+                left += len(plan.offloads[level])
+            moved += self._move_some(plan.loads, cells[target])
+            left += len(plan.loads)
+            if left == 0:
+                return
+            if moved == 0:
+                self._swap_out(plan, target)
 
-    def _move_some(self, pages: list[Page], destination: int, target: int) -> int:
+    def _move_some(self, pages: list[Page], cell: Cell) -> int:
         """Move pages from the front of the list, as many as there are free slots; those moved leave the list."""
         if not pages:
             return 0
-        total = min(self._levels.free(destination, pages[0].pool_group), len(pages))
+        total = min(cell.allocator.free, len(pages))
         done = 0
         try:
             while done < total:
                 end = done + 1
-                while end < total and pages[end].level == pages[done].level:
+                while end < total and pages[end].cell is pages[done].cell:
                     end += 1
-                self.move_run(pages[done:end], destination, target)
+                self.move(pages[done:end], cell)
                 done = end
         finally:
             del pages[:done]
         return done
 
-    def _park(self, plan: GroupPlan, target: int) -> None:
-        """Take some pages off the target level that have no slot below yet. They keep their places in the plan."""
-        levels = self._levels
-        room = levels.free(levels.parking, plan.pool_group)
-        leaving: list[Page] = []
-        for level in range(levels.last, target, -1):
-            for page in plan.sinking[level]:
-                if page.level == target and len(leaving) < room:
-                    leaving.append(page)
-        assert leaving, "pages must change places, and nothing can move out of their way"
-        self.move_run(leaving, levels.parking, target)
+    # --- swap slots
 
-    def _rescue(self, page: Page, destination: int, target: int) -> None:
-        """After a failure, a parked page goes on if there is room, else back, else to any level: as many slots are free as pages
-        are parked, once the file transfers of the batch that failed are over. If even that copy fails, its bytes are lost."""
-        levels = self._levels
-        order = [destination, target, *range(levels.last, target, -1)]
-        level = self._first_free(order, page.pool_group)
-        if levels.free(level, page.pool_group) == 0:
-            with suppress(KVCacheError):
-                levels.settling.wait()
-            levels.settling.poll()
-            level = self._first_free(order, page.pool_group)
-        try:
-            self.move_run([page], level, target)
-        except Exception:
-            allocator = levels.allocators[levels.cell(level, page.pool_group)]
-            slot, point = allocator.allocate()
-            levels.leave(page)
-            levels.vacate(levels.parking, page.pool_group, page.slot, page.ready)
-            page.level = level
-            page.slot = slot
-            page.ready = point
-            levels.enter(page)
-            page.lost = True
-            levels.settling.lost.append(page)
-            levels.settle(page)
+    def _prepare_swap(self, plan: GroupPlan, target: int) -> None:
+        """Make swap slots before anything changes, if the rounds would come to a standstill without them."""
+        if not plan.loads or not any(plan.offloads):
+            return
+        cells = self._cells[plan.pool_group]
+        free = [cell.allocator.free for cell in cells]
+        loads = [0] * len(cells)
+        for page in plan.drops:
+            free[page.level] += 1
+        leaves_none = False  # pages to load that leave no free slot on their level: a transfer writes to it, or it is a swap slot
+        for page in plan.loads:
+            loads[page.level] += 1
+            leaves_none = leaves_none or page.transfers > 0 or page.cell.pins_all
+        offloads = [[page.level for page in pages] for pages in plan.offloads]
+        if leaves_none or exchange_stalls(target, free, loads, offloads):
+            for level in range(target + 1, len(cells)):
+                if plan.offloads[level]:
+                    self._open_swap(cells[level])
 
-    def _first_free(self, order: list[int], group: int) -> int:
-        """The first of these levels that has a free slot; the last one if none has."""
-        for level in order:
-            if self._levels.free(level, group) > 0:
-                return level
-        return order[-1]
+    def _open_swap(self, cell: Cell) -> None:
+        swap = cell.swap
+        if swap is None:
+            tier = HostTier(self._driver)
+            swap = Cell(self._timeline, cell.level, cell.pool_group, tier, True)
+            swap.pins_all = True
+            swap.arenas = [tier.make_arena(arena.slot_bytes) for arena in cell.arenas]
+            self._swaps.append(swap)
+            cell.swap = swap
+        if swap.total == 0:
+            slot_bytes = sum([arena.slot_bytes for arena in swap.arenas])
+            slots = max(1, min(SWAP_SLOTS, SWAP_BYTES // slot_bytes))
+            swap.resize_memory(slots)
+            swap.allocator.expand(slots)
+
+    def _swap_out(self, plan: GroupPlan, target: int) -> None:
+        """Move some pages off the target level that have no slot below yet. They keep their places in the plan."""
+        cells = self._cells[plan.pool_group]
+        moved = 0
+        for level in range(len(cells) - 1, target, -1):
+            swap = cells[level].swap
+            if swap is None:
+                continue
+            leaving = [page for page in plan.offloads[level] if page.level == target][: swap.allocator.free]
+            if leaving:
+                self.move(leaving, swap)
+                moved += len(leaving)
+        assert moved > 0, "pages must change places, and nothing can move out of their way"
+
+    @property
+    def swapped(self) -> int:
+        """Pages in swap slots; 0 unless the device refused to go on with an exchange."""
+        count = 0
+        for swap in self._swaps:
+            count += swap.allocator.num_taken()
+        return count
+
+    def drain_swaps(self) -> None:
+        """Move pages out of swap slots into slots of their level, as many as are free. A device that still refuses is asked
+        again later."""
+        for swap in self._swaps:
+            pages = swap.pinned.pages()
+            if pages:
+                try:
+                    self._move_some(pages, self._cells[swap.pool_group][swap.level])
+                except KVCacheError as error:
+                    self._in_flight.last_error = str(error)
 
     # --- one batch
 
-    def move_run(self, pages: list[Page], destination: int, target: int) -> None:
-        """Copy pages of one pool group from one level to free slots of another (or the same), and make the slots theirs.
+    def move(self, pages: list[Page], cell: Cell) -> None:
+        """Copy pages of one cell to free slots of another (or the same), and make the slots theirs.
 
-        target: the level that room is made on, and from which pages were parked.
+        Raises what the device raises; then no page has moved.
         """
-        levels = self._levels
-        source = pages[0].level
-        group = pages[0].pool_group
-        old_slots = [page.slot for page in pages]
-        allocator = levels.allocators[levels.cell(destination, group)]
-        slots: list[SlotId] = []
-        waits: list[Point] = []
-        for page in pages:
-            slot, point = allocator.allocate()
-            slots.append(slot)
-            waits.append(point)
-            waits.append(page.ready)
-        cell = levels.cell(destination, group)
-        copier = self._copier
+        source = pages[0].cell
+        batch = CopyBatch(source, cell)
         try:
-            copier.run(
-                CopyBatch(self._places[levels.cell(source, group)], old_slots, self._places[cell], slots, cell, pages, waits)
-            )
+            for page in pages:
+                batch.reserve(page)
+            self._copier.queue(batch)
         except BaseException:
-            point = copier.abandon(pages)
-            for index in range(len(slots)):  # the stream was perhaps not told to wait for who had them before
-                levels.vacate(destination, group, slots[index], copier.merge(waits[2 * index], point))
+            self._in_flight.abandon(batch)
             raise
         for index in range(len(pages)):
             page = pages[index]
-            levels.vacate(source, group, old_slots[index], copier.source_free)
-            page.slot = slots[index]
-            page.ready = copier.ready
-            if source == destination:
-                continue  # compaction: the page keeps its place in the queue, and nobody counts it as moved
-            levels.leave(page)
-            page.level = destination
-            levels.enter(page)
-            if destination != levels.parking:
-                self._arrive(page, target if source == levels.parking else source)
+            slot = page.slot
+            page.ready = batch.ready
+            if source is cell:
+                page.slot = batch.slots[index]
+                source.free_slot(slot, batch.source_free)
+                continue  # compaction: the page keeps its age, and does not count as moved
+            source.leave(page)
+            page.cell = cell
+            page.slot = batch.slots[index]
+            cell.enter(page)
+            source.free_slot(slot, batch.source_free)
+        self._in_flight.install(batch, pages)
+        for page in pages:
+            if source is not cell:
+                self._arrive(page, source)
+            elif page.list != PINNED:
+                cell.requeue(page)
 
-    def _arrive(self, page: Page, source: int) -> None:
-        self._levels.settle(page)
-        if source == page.level:
-            return  # back from the parking area, after a failure: it never left
-        self._counters.moved[page.life_cycle][source][page.level] += 1
-        if page.owner is not None:
-            self._moved.append(page)
-            self._moved_from.append(source)
+    def _arrive(self, page: Page, source: Cell) -> None:
+        cell = page.cell
+        cell.requeue(page)
+        if cell.level != source.level:
+            self._counters.moved[page.life_cycle][source.level][cell.level] += 1
+            if page.owner is not None:
+                self._moved.append(page)
+                self._moved_from.append(source.level)

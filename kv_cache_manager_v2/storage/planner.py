@@ -1,10 +1,10 @@
 """Making room, as arithmetic: what fits on which level, before anything changes.
 
-Rule: planning reads and never writes. It counts, per pool group and level, what is free, what loading pages leave behind, and what
-may be evicted; a plan that does not fit leaves no trace but the number of the plan in some pages' marks.
+Rule: planning reads and never writes. It counts, per cell, what is free, which slots the pages to load will leave, and what may be
+evicted. A plan that does not fit leaves no trace but the number of the plan in some pages' marks.
 
-A held page may sink but not be dropped, so what a level can do for the one above it in held pages is its *room*:
-room[l] = open[l] + droppable[l] + room[l + 1], with room[last + 1] = 0. Droppable pages always have somewhere to go: away.
+A held page may be moved down but not dropped, so the held pages that a level can take from the one above it are its *intake*:
+intake[l] = open[l] + droppable[l] + intake[l + 1], with intake[last + 1] = 0. Droppable pages can always be dropped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_cache_manager_v2.ids import GPU_LEVEL
-from kv_cache_manager_v2.storage.levels import Levels
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.cell import Cell
+from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, Page
 
 
 class Shortage:
@@ -34,36 +34,36 @@ class Shortage:
         return f"Shortage(pool group {self.pool_group}, level {self.level}: {self.missing} slots short, {kind})"
 
 
-def rooms(target: int, open_slots: list[int], droppable: list[int]) -> list[int]:
-    """Held pages that each level and those below it can take in, by level, with a 0 after the last; 0 above the target."""
+def intakes(target: int, open_slots: list[int], droppable: list[int]) -> list[int]:
+    """Held pages that each level and those below it can take, by level, with a 0 after the last; 0 above the target."""
     last = len(open_slots) - 1
-    room = [0] * (last + 2)
+    intake = [0] * (last + 2)
     for level in range(last, target, -1):
-        room[level] = open_slots[level] + droppable[level] + room[level + 1]
-    return room
+        intake[level] = open_slots[level] + droppable[level] + intake[level + 1]
+    return intake
 
 
-def shortfall(goal: int, open_slots: int, droppable: int, held: int, room_below: int) -> int:
+def shortfall(goal: int, open_slots: int, droppable: int, held: int, intake_below: int) -> int:
     """Slots that cannot be had on a level even by evicting all that may be evicted; 0 if the goal can be met."""
-    return max(0, goal - open_slots - droppable - min(held, room_below))
+    return max(0, goal - open_slots - droppable - min(held, intake_below))
 
 
-def exchange_stalls(target: int, free: list[int], rising: list[int], sinking: list[list[int]]) -> bool:
+def exchange_stalls(target: int, free: list[int], loads: list[int], offloads: list[list[int]]) -> bool:
     """Whether moves in rounds come to a point at which no destination has a free slot.
 
-    rising[l] pages go from level l up to the target; sinking[l] lists the source levels of the pages that go down to level l, in
+    loads[l] pages go from level l up to the target; offloads[l] lists the source levels of the pages that go down to level l, in
     order. Mirrors the rounds of `Mover`: deepest destination first, then upwards; a page leaves a free slot where it was. Pure
     counts.
     """
     free = free.copy()
-    rising = rising.copy()
+    loads = loads.copy()
     last = len(free) - 1
     position = [0] * (last + 1)
     while True:
         left = 0
         moved = 0
         for level in range(last, target, -1):
-            sources = sinking[level]
+            sources = offloads[level]
             take = min(free[level], len(sources) - position[level])
             for index in range(position[level], position[level] + take):
                 free[sources[index]] += 1
@@ -72,12 +72,12 @@ def exchange_stalls(target: int, free: list[int], rising: list[int], sinking: li
             moved += take
             left += len(sources) - position[level]
         for level in range(target + 1, last + 1):
-            take = min(free[target], rising[level])
-            rising[level] -= take
+            take = min(free[target], loads[level])
+            loads[level] -= take
             free[level] += take
             free[target] -= take
             moved += take
-            left += rising[level]
+            left += loads[level]
         if left == 0:
             return False
         if moved == 0:
@@ -85,210 +85,246 @@ def exchange_stalls(target: int, free: list[int], rising: list[int], sinking: li
 
 
 class GroupPlan:
-    """What one pool group does: who is dropped, who sinks where, who comes up to the target."""
+    """What one pool group does: which pages are dropped, which move down and to where, which come up to the target."""
 
     def __init__(self, pool_group: int, num_levels: int) -> None:
         self.pool_group = pool_group
-        self.rising: list[Page] = []  # pages to load, nearest level first
-        self.sinking: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination, in the order of joining its queue
+        self.loads: list[Page] = []  # pages to bring to the target, nearest level first
+        self.offloads: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination, in the order of joining it
         self.drops: list[Page] = []  # in the order of eviction
 
 
-class Planner:
-    """Plans for one target level at a time; the lists it leaves behind belong to the latest plan."""
+class Victims:
+    """The pages of a cell in the order of eviction, without those that a plan spares. The cell must not change in between.
 
-    def __init__(self, levels: Levels) -> None:
-        self._levels = levels
-        self.number = 0  # of the latest plan; pages marked with it are nobody's victims
-        cells = levels.num_levels * levels.num_groups
-        self._rising = [0] * cells  # slots that pages to load leave behind, by level and group
-        self._marked_held = [0] * cells  # queued pages that are no victims, by level and group
-        self._marked_droppable = [0] * cells
-        self._goals = [0] * levels.num_groups
-        self._wanted = [0] * levels.num_groups  # slots at the target that the asking request has or gets through the plan
-        self._loads: list[list[Page]] = [[] for _group in range(levels.num_groups)]
+    Held pages are passed over at no cost when they cannot be moved down.
+    """
+
+    def __init__(self, cell: Cell, plan_number: int) -> None:
+        self._cell = cell
+        self._plan_number = plan_number
+        self._droppable = cell.droppable.first()
+        self._held = cell.held.first()
+
+    def next(self, held_too: bool) -> Page | None:
+        """The next page to evict; None if there is none."""
+        while True:
+            page = self._droppable
+            held = self._held
+            if held_too and held is not None and (page is None or _goes_first(held, page)):
+                page = held
+                self._held = self._cell.held.next(held)
+            elif page is not None:
+                self._droppable = self._cell.droppable.next(page)
+            else:
+                return None
+            if page.mark != self._plan_number:
+                return page
+
+
+def _goes_first(page: Page, other: Page) -> bool:
+    """Whether a page is evicted before another one of its cell."""
+    if page.priority != other.priority:
+        return page.priority < other.priority
+    return page.age < other.age
+
+
+class GroupCounts:
+    """One pool group, as the latest plan sees it. Lists by level."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        levels = len(cells)
+        self.cells = cells
+        self.goal = 0  # slots to be free at the target, loads included
+        self.wanted = 0  # slots at the target that the asking request has or gets through the plan
+        self.loads: list[Page] = []
+        self.leaving = [0] * levels  # slots that pages to load leave
+        self.spared_held = [0] * levels  # evictable pages that the plan spares
+        self.spared_droppable = [0] * levels
+        self.open = [0] * levels  # slots free once the pages to load have left
+        self.droppable = [0] * levels  # pages that may be dropped
+        self.intake: list[int] = []  # see `intakes`
+
+    def start(self, need: int) -> None:
+        """Begin a plan that needs so many slots at the target."""
+        self.goal = need
+        self.wanted = need
+        if self.loads:
+            self.loads = []
+        for level in range(len(self.cells)):
+            self.leaving[level] = 0
+            self.spared_held[level] = 0
+            self.spared_droppable[level] = 0
+
+    def spare(self, page: Page) -> None:
+        """An evictable page is not to be evicted."""
+        if page.list == DROPPABLE:
+            self.spared_droppable[page.cell.level] += 1
+        elif page.list == HELD:
+            self.spared_held[page.cell.level] += 1
+
+    def missing(self, target: int, goal: int, move_held: bool, more_held: int = 0) -> int:
+        """Slots that cannot be had at the target; fills in what each level can do."""
+        cell = self.cells[target]
+        free = max(0, cell.free)
+        if goal <= free:
+            return 0
+        self.count(target, move_held)
+        held = cell.held.length - self.spared_held[target] + more_held
+        return shortfall(goal, free, self.droppable[target], held, self.intake[target + 1])
+
+    def count(self, target: int, move_held: bool) -> None:
+        """Fill in what the pool group has on each level. O(levels)."""
+        for level in range(len(self.cells)):
+            cell = self.cells[level]
+            self.open[level] = max(0, cell.free + self.leaving[level])
+            self.droppable[level] = cell.droppable.length - self.spared_droppable[level]
+        self.intake = intakes(target, self.open, self.droppable) if move_held else [0] * (len(self.cells) + 1)
+
+
+class Planner:
+    """Plans for one target level at a time; `plans` belongs to the latest one."""
+
+    def __init__(self, cells: list[list[Cell]]) -> None:
+        self.number = 0  # of the latest plan; pages marked with it are not evicted
+        self._groups = [GroupCounts(column) for column in cells]  # by pool group
         self._move_held = True
-        self._counted = -1  # the pool group that the next three lists, by level, describe
-        self._open = [0] * levels.num_levels  # slots free once the pages to load have left
-        self._droppable = [0] * levels.num_levels  # pages that may be dropped
-        self._room: list[int] = []  # see `rooms`
         self.plans: list[GroupPlan] = []
 
     def plan(
-        self, target: int, need: list[int], load: list[Page], keep: list[Page], exchange: bool, move_held: bool
+        self, target: int, need: list[int], load: list[Page], keep: Sequence[Page], exchange: bool, move_held: bool
     ) -> Shortage | None:
-        """Plan `need[g]` free slots and all of `load` on the target level; neither `load` nor `keep` are victims.
+        """Plan `need[g]` free slots and all of `load` on the target level; neither `load` nor `keep` are evicted.
 
-        exchange: slots that loading pages leave behind count as room for what they displace. move_held: whether held pages may be
-        moved down at all. O(groups x levels + pages touched).
+        exchange: slots that loading pages leave count for the pages that they displace. move_held: whether held pages may be
+        moved down at all. O(groups x levels + pages named, moved or dropped).
         """
         self._start(need)
         self._move_held = move_held
         for page in load:
             self._count_load(page, target, exchange)
         for page in keep:
-            self._mark(page)
-        levels = self._levels
-        num_groups = levels.num_groups
-        for group in range(num_groups):
-            goal = self._goals[group]
-            if goal > 0:
-                missing = self._missing(target, group, goal)
+            self._spare(page)
+        for counts in self._groups:
+            if counts.goal > 0:
+                missing = counts.missing(target, counts.goal, move_held)
                 if missing > 0:
-                    permanent = self._wanted[group] > levels.total(target, group)
-                    return Shortage(group, target, missing, permanent)
-        for group in range(num_groups):
-            if self._goals[group] > levels.free(target, group) or self._loads[group]:
-                self.plans.append(self._choose(target, group))
+                    cell = counts.cells[target]
+                    return Shortage(cell.pool_group, target, missing, counts.wanted > cell.total)
+        for counts in self._groups:
+            if counts.goal > 0 and (counts.goal > counts.cells[target].free or counts.loads):
+                self.plans.append(self._choose(counts, target))
         return None
 
-    def foresee(self, need: list[int], given: Sequence[Page], parked: Sequence[Page], keep: Sequence[Page]) -> Shortage | None:
-        """Whether `need[g]` GPU slots could be had once the caller has unlocked `given` and turned its locks on `parked` into
+    def foresee(self, need: list[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
+        """Whether `need[g]` GPU slots could be had once the caller has unlocked `given` and turned its locks on `held_on` into
         holds.
 
-        Changes nothing; each of these pages is locked by the caller. `keep` are no victims. O(groups x levels + pages named).
+        Changes nothing; each of these pages is locked by the caller. O(groups x levels + pages named).
         """
         self._start(need)
-        levels = self._levels
-        for page in keep:
-            self._mark(page)
-        freed = [0] * levels.num_groups
-        held = [0] * levels.num_groups
+        freed = [0] * len(self._groups)
+        held = [0] * len(self._groups)
         for page in given:
-            if page.locks > 1 or page.mark == self.number:
+            if page.locks > 1:
                 continue
-            if page.holds > 0:
-                held[page.pool_group] += 1
-            else:  # free at once, or droppable and queued
+            if page.holds == 0 and page.owner is None:  # free at once
                 freed[page.pool_group] += 1
-        for page in parked:
-            if page.locks == 1 and page.mark != self.number:
+            elif page.transfers > 0:
+                continue
+            elif page.holds > 0:
                 held[page.pool_group] += 1
-        for group in range(levels.num_groups):
+            else:
+                freed[page.pool_group] += 1
+        for page in held_on:
+            if page.locks == 1 and page.transfers == 0:
+                held[page.pool_group] += 1
+        for group in range(len(self._groups)):
+            counts = self._groups[group]
             goal = need[group] - freed[group]
-            missing = self._missing(GPU_LEVEL, group, goal, held[group]) if goal > 0 else 0
+            missing = counts.missing(GPU_LEVEL, goal, True, held[group]) if goal > 0 else 0
             if missing > 0:
-                return Shortage(group, GPU_LEVEL, missing, need[group] > levels.total(GPU_LEVEL, group))
+                return Shortage(group, GPU_LEVEL, missing, need[group] > counts.cells[GPU_LEVEL].total)
         return None
 
     def _start(self, need: list[int]) -> None:
         self.number += 1
         self._move_held = True
-        self._counted = -1
         self.plans = []
-        for cell in range(len(self._rising)):
-            self._rising[cell] = 0
-            self._marked_held[cell] = 0
-            self._marked_droppable[cell] = 0
-        for group in range(self._levels.num_groups):
-            self._goals[group] = need[group]
-            self._wanted[group] = need[group]
-            if self._loads[group]:
-                self._loads[group] = []
+        for group in range(len(self._groups)):
+            self._groups[group].start(need[group])
 
     def _count_load(self, page: Page, target: int, exchange: bool) -> None:
-        if not self._mark(page):
-            return  # named twice
-        group = page.pool_group
-        self._wanted[group] += 1
-        if page.level <= target:
-            return
-        self._goals[group] += 1
-        self._loads[group].append(page)
-        if exchange and page.transfers == 0:  # a slot that a file transfer still writes to is not free when its page leaves
-            self._rising[page.level * self._levels.num_groups + group] += 1
-
-    def _mark(self, page: Page) -> bool:
-        """Take a page out of the victims; False if it was already."""
         if page.mark == self.number:
-            return False
-        page.mark = self.number
-        if page.queued:
-            cell = page.level * self._levels.num_groups + page.pool_group
-            if page.holds > 0:
-                self._marked_held[cell] += 1
-            else:
-                self._marked_droppable[cell] += 1
-        return True
-
-    def _count(self, target: int, group: int) -> None:
-        """Fill in what a pool group has on each level, as this plan sees it."""
-        if self._counted == group:
+            return  # named twice
+        self._spare(page)
+        cell = page.cell
+        counts = self._groups[cell.pool_group]
+        counts.wanted += 1
+        if cell.level <= target or (page.lost and not cell.has_memory(page)):
             return
-        self._counted = group
-        levels = self._levels
-        cell = group
-        for level in range(levels.num_levels):
-            queue = levels.queues[cell]
-            self._open[level] = levels.allocators[cell].free + self._rising[cell]
-            self._droppable[level] = queue.length - queue.held - self._marked_droppable[cell]
-            cell += levels.num_groups
-        if self._move_held:
-            self._room = rooms(target, self._open, self._droppable)
-        else:
-            self._room = [0] * (levels.num_levels + 1)
+        counts.goal += 1
+        counts.loads.append(page)
+        if exchange and page.transfers == 0:  # a slot that a file transfer still writes to is not free when its page leaves
+            counts.leaving[cell.level] += 1
 
-    def _missing(self, target: int, group: int, goal: int, more_held: int = 0) -> int:
-        levels = self._levels
-        cell = target * levels.num_groups + group
-        free = levels.allocators[cell].free
-        if goal <= free:
-            return 0
-        self._count(target, group)
-        held = levels.queues[cell].held - self._marked_held[cell] + more_held
-        return shortfall(goal, free, self._droppable[target], held, self._room[target + 1])
+    def _spare(self, page: Page) -> None:
+        if page.mark != self.number:
+            page.mark = self.number
+            self._groups[page.cell.pool_group].spare(page)
 
-    def _choose(self, target: int, group: int) -> GroupPlan:
-        """Walk down from the target: who has to leave each level, and who of those from above stays there."""
-        levels = self._levels
-        plan = GroupPlan(group, levels.num_levels)
-        if self._loads[group]:
-            plan.rising = self._nearest_first(self._loads[group], target)
-        self._count(target, group)
+    def _choose(self, counts: GroupCounts, target: int) -> GroupPlan:
+        """Walk down from the target: which pages have to leave each level, and which of those from above stay there."""
+        levels = len(counts.cells)
+        plan = GroupPlan(counts.cells[target].pool_group, levels)
+        if counts.loads:
+            plan.loads = _nearest_first(counts.loads, target, levels)
+        counts.count(target, self._move_held)
         arriving: list[Page] = []
-        goal = self._goals[group]
-        for level in range(target, levels.num_levels):
-            short = goal + len(arriving) - self._open[level]
+        goal = counts.goal
+        for level in range(target, levels):
+            short = goal + len(arriving) - counts.open[level]
             goal = 0
             if short <= 0:
-                plan.sinking[level] = arriving
+                plan.offloads[level] = arriving
                 arriving = []
                 break
-            arriving = self._evict(plan, level, arriving, short, self._room[level + 1])
+            arriving = self._evict(plan, counts.cells[level], arriving, short, counts.intake[level + 1])
         plan.drops = arriving
         return plan
 
-    def _evict(self, plan: GroupPlan, level: int, arriving: list[Page], short: int, room: int) -> list[Page]:
-        """Choose `short` pages to leave the level, at most `room` of them held: residents first, then the oldest of those
+    def _evict(self, plan: GroupPlan, cell: Cell, arriving: list[Page], short: int, intake: int) -> list[Page]:
+        """Choose `short` pages to leave the level, at most `intake` of them held: residents first, then the oldest of those
         arriving."""
-        queue = self._levels.queues[level * self._levels.num_groups + plan.pool_group]
+        victims = Victims(cell, self.number)
         leaving: list[Page] = []
-        page = queue.first()
-        while short > 0 and page is not None:
-            if page.mark != self.number and (page.holds == 0 or room > 0):
-                if page.holds > 0:
-                    room -= 1
-                leaving.append(page)
-                short -= 1
-            page = queue.next(page)
+        while short > 0:
+            page = victims.next(intake > 0)
+            if page is None:
+                break
+            if page.holds > 0:
+                intake -= 1
+            leaving.append(page)
+            short -= 1
         if short == 0:
-            plan.sinking[level] = arriving
+            plan.offloads[cell.level] = arriving
             return leaving
         for page in arriving:
-            if short > 0 and (page.holds == 0 or room > 0):
+            if short > 0 and (page.holds == 0 or intake > 0):
                 if page.holds > 0:
-                    room -= 1
+                    intake -= 1
                 leaving.append(page)
                 short -= 1
             else:
-                plan.sinking[level].append(page)
-        assert short == 0, "a plan that fits by count has too few victims"
+                plan.offloads[cell.level].append(page)
+        assert short == 0, "a plan that fits by count has too few pages to evict"
         return leaving
 
-    def _nearest_first(self, load: list[Page], target: int) -> list[Page]:
-        ordered: list[Page] = []
-        for level in range(target + 1, self._levels.num_levels):
-            for page in load:
-                if page.level == level:
-                    ordered.append(page)
-        return ordered
+
+def _nearest_first(load: list[Page], target: int, levels: int) -> list[Page]:
+    ordered: list[Page] = []
+    for level in range(target + 1, levels):
+        for page in load:
+            if page.cell.level == level:
+                ordered.append(page)
+    return ordered

@@ -1,30 +1,27 @@
 """A level's slots are divided anew: some pool groups shrink, others grow.
 
-Rule: whether it fits is decided before anything changes. A group that shrinks first gives up its oldest pages, as making room
-always does, then moves the pages that lie in slots to be cut into free ones below, each keeping its place in the order of
-eviction, and only then gives memory back; groups grow with what is left. If the device fails on the way every group gets its old
-size back.
+Rule: whether it fits is decided before anything changes. Then the oldest pages make way, as making room always does; pages in slots
+to be cut move to free ones below and keep their age; memory changes; and last, the slots change for all groups at once. If the
+device refuses on the way, every group has its old slots again, or as many as have memory: the level says so, and pages in slots
+without memory are lost.
 
-Base addresses on the GPU stay. A page's slot may change, so nobody may have it locked; held pages survive on every level.
+Base addresses on the GPU stay. A page's slot may change, so none may be locked; held pages survive on every level.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kv_cache_manager_v2.device.arenas import DeviceArena
-from kv_cache_manager_v2.device.os_memory import available_bytes
-from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, CuError, OutOfMemoryError
-from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.arithmetic import round_down, round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
+from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
-HOST_MARGIN_BYTES: Final = 1 << 30  # of host memory that best efforts leave free, at the least
-HOST_MARGIN_SHARE: Final = 20  # one part in so many of what is available, where that is more
+_log: Final = logging.getLogger(__name__)
 
 
 class ResizeResult:
@@ -73,8 +70,8 @@ class ResizeResult:
 def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> ResizeResult:
     """Give each pool group of a level `sizing.slots[group]` slots. O(slots of the level).
 
-    A refusal changes nothing and says why. A device failure is raised; all sizes are then the old ones again, though pages that
-    had to make room have made it.
+    A refusal changes nothing and says why. A device failure is raised. All groups then have their old slots, or those that still
+    have memory, which `Hierarchy.sizings` says; pages that had to make room have made it.
     """
     return _Resize(hierarchy, level, sizing).run()
 
@@ -118,12 +115,6 @@ class AdjustResult:
         return f"AdjustResult({self.levels})"
 
 
-def spare_host_bytes(available: int) -> int:
-    """What a host tier may take, at the most, of the memory that the system says it could give: not all of it, since the engine
-    and everybody else must go on."""
-    return max(0, available - max(HOST_MARGIN_BYTES, available // HOST_MARGIN_SHARE))
-
-
 def resize_quota(
     hierarchy: Hierarchy,
     level: int,
@@ -146,13 +137,13 @@ def resize_quota(
     if asked < current.minimum_quota:
         refused = ResizeResult(level, current.slots, current.slots)
         return refused.refuse(f"a quota of {quota} bytes is below the level's minimum of {current.minimum_quota} bytes", -1, 0)
-    if best_efforts and current.tier == CacheTier.HOST_MEM and asked > current.quota:
-        there = available_bytes() if available is None else available
-        if there >= 0:
-            asked = min(asked, round_down(current.quota + spare_host_bytes(there), grain))
+    if best_efforts and asked > current.quota:
+        spare = hierarchy.tier(level).spare_bytes(available)
+        if spare >= 0:
+            asked = min(asked, round_down(current.quota + spare, grain))
             if asked <= current.quota:
                 refused = ResizeResult(level, current.slots, current.slots)
-                return refused.refuse(f"of {there} bytes of host memory that are available, some must stay free", -1, 0)
+                return refused.refuse("the host memory that is available must stay free for other processes", -1, 0)
     result = _try_quota(hierarchy, level, asked, weights)
     if result.ok or not best_efforts or asked <= current.quota:
         return result
@@ -183,9 +174,7 @@ def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[
     Whether all of them fit is decided on counts before any is touched, so that a refusal moves no page; only what the device
     refuses on the way is found later.
     """
-    if hierarchy.settling.in_flight > 0:
-        hierarchy.settling.wait()
-        hierarchy.settle()
+    _end_transfers(hierarchy)
     refused = _refuse_levels(hierarchy, sizings)
     if refused is not None:
         return [refused]
@@ -201,66 +190,85 @@ def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[
     finally:
         if len(done) < hierarchy.num_levels:
             for level in reversed(done):
-                resize_level(hierarchy, level, before[level])
+                _resize_back(hierarchy, level, before[level])
     return results
+
+
+def _resize_back(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
+    """Give a level its size of before, because another level was refused. If that is refused, too, the level keeps what it has."""
+    try:
+        back = resize_level(hierarchy, level, sizing)
+        if not back.ok:
+            _log.error("level %d keeps its new size: %s", level, back.reason)
+    except BaseException as error:  # the first refusal is what the caller learns
+        _log.error("level %d keeps the size that it has: %r", level, error)
+
+
+def _end_transfers(hierarchy: Hierarchy) -> None:
+    """Wait for the file transfers in flight: they may touch memory that is to be cut or moved."""
+    if hierarchy.transfers_in_flight > 0:
+        hierarchy.in_flight.wait()
+        hierarchy.settle()
 
 
 def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> ResizeResult | None:
     """Why the levels cannot all have these sizes: what must be kept on a level can move to colder ones only, so it must fit
     into the slots of its level and of those below it, taken together (Hall's condition for chains)."""
-    levels = hierarchy.levels
-    for group in range(hierarchy.num_groups):
+    for column in hierarchy.cells:
         kept = 0
-        room = 0
+        slots = 0
         for level in range(hierarchy.num_levels - 1, -1, -1):
-            queue = levels.queues[levels.cell(level, group)]
-            kept += levels.total(level, group) - levels.free(level, group) - (queue.length - queue.held)
-            room += sizings[level].slots[group]
-            if kept > room:
-                old = [levels.total(level, other) for other in range(hierarchy.num_groups)]
-                text = f"{kept - room} pages of pool group {group} on level {level} and colder must be kept and would find no slot"
-                return ResizeResult(level, old, sizings[level].slots).refuse(text, group, kept - room)
+            cell = column[level]
+            kept += cell.total - cell.free - (cell.evictable - _num_held(cell))
+            slots += sizings[level].slots[cell.pool_group]
+            if kept > slots:
+                old = [other.total for other in hierarchy.level_cells(level)]
+                what = f"pages of pool group {cell.pool_group} on level {level} and colder"
+                text = f"{kept - slots} {what} must be kept and would find no slot"
+                return ResizeResult(level, old, sizings[level].slots).refuse(text, cell.pool_group, kept - slots)
     return None
+
+
+def _num_held(cell: Cell) -> int:
+    """Evictable pages that are held. O(pages with file transfers in flight)."""
+    return cell.held.length + sum([1 for page in cell.busy.pages() if page.holds > 0])
 
 
 class _Resize:
     """One resize under way."""
 
     def __init__(self, hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
-        levels = hierarchy.levels
         self._hierarchy = hierarchy
-        self._timeline: Timeline = hierarchy.timeline
         self._level = level
         self._sizing = sizing
-        self._old = [levels.total(level, group) for group in range(levels.num_groups)]
+        self._cells = hierarchy.level_cells(level)
+        self._old = [cell.total for cell in self._cells]
         self._new = list(sizing.slots)
-        self._cells = [levels.cell(level, group) for group in range(levels.num_groups)]
         self._result = ResizeResult(level, self._old, self._new)
 
     def run(self) -> ResizeResult:
         hierarchy = self._hierarchy
         assert len(self._new) == hierarchy.num_groups, "a sizing is for all pool groups"
-        if hierarchy.settling.in_flight > 0:
-            hierarchy.settling.wait()
-            hierarchy.settle()
+        _end_transfers(hierarchy)
         if not self._fits():
             return self._result
         evicted = self._count_leaving()
         hierarchy.mover.execute(hierarchy.planner.plans, self._level)
         self._result.evicted = evicted
         try:
-            for group in range(hierarchy.num_groups):
-                if self._new[group] < self._old[group]:
-                    self._shrink(group, self._new[group])
-            for group in range(hierarchy.num_groups):
-                if self._new[group] > self._old[group]:
-                    self._grow(group, self._new[group])
+            self._vacate()
+            self._wait()
+            self._change_memory()
         except BaseException:
-            self._restore()
+            self._fit_slots()
             raise
-        hierarchy.places.trim()
-        hierarchy.sizings[self._level] = self._sizing
+        self._install()
+        self._trim()
         return self._result
+
+    def _changing(self, growing: bool) -> list[Cell]:
+        """The cells that grow, or those that shrink."""
+        return [cell for cell in self._cells if (self._new[cell.pool_group] > self._old[cell.pool_group]) == growing]
 
     # --- before anything changes
 
@@ -268,26 +276,23 @@ class _Resize:
         hierarchy = self._hierarchy
         result = self._result
         need = [0] * hierarchy.num_groups
-        if hierarchy.settling.in_flight > 0:
+        if hierarchy.in_flight.in_flight > 0:
             result.refuse("a file transfer that timed out is still running, and may write to this memory", -1, 1)
             return False
-        for group in range(hierarchy.num_groups):
+        for cell in self._cells:
+            group = cell.pool_group
             old, new = self._old[group], self._new[group]
             need[group] = max(0, old - new)
-            if new < old:
-                locked = self._count_locked(group, new)
-                if locked > 0:
-                    text = (
-                        f"{locked} pages of pool group {group} lie in slots to be cut and are locked; suspend their requests first"
-                    )
-                    result.refuse(text, group, locked)
-                    return False
-            for arena in hierarchy.places.by_cell[self._cells[group]].arenas:
-                if isinstance(arena, DeviceArena) and new * arena.slot_bytes > arena.reserved_bytes:
-                    short = new - arena.reserved_bytes // arena.slot_bytes
-                    text = f"pool group {group} would outgrow the {arena.reserved_bytes} bytes of address space reserved for it"
-                    result.refuse(text, group, short)
-                    return False
+            locked = sum([1 for page in cell.pinned.pages() if page.locks > 0 and page.slot >= new]) if new < old else 0
+            if locked > 0:
+                text = f"{locked} pages of pool group {group} are in slots to be cut and are locked; suspend their requests first"
+                result.refuse(text, group, locked)
+                return False
+            most = cell.most_slots()
+            if 0 <= most < new:
+                text = f"pool group {group} would outgrow the address space reserved for it, which has room for {most} slots"
+                result.refuse(text, group, new - most)
+                return False
         shortage = hierarchy.planner.plan(self._level, need, [], [], False, True)
         if shortage is not None:
             text = (
@@ -297,82 +302,96 @@ class _Resize:
             return False
         return True
 
-    def _count_locked(self, group: int, new: int) -> int:
-        kept = self._hierarchy.levels.kept[self._cells[group]].pages()
-        return sum([1 for page in kept if page.locks > 0 and page.slot >= new])
-
     def _count_leaving(self) -> int:
         """Pages of the level that the plan evicts."""
         count = 0
         for plan in self._hierarchy.planner.plans:
-            for pages in plan.sinking:
+            for pages in [*plan.offloads, plan.drops]:
                 count += sum([1 for page in pages if page.level == self._level])
-            count += sum([1 for page in plan.drops if page.level == self._level])
         return count
 
     # --- execution
 
-    def _shrink(self, group: int, new: int) -> None:
-        """Compact and cut. Pages keep their places in the queue, whatever slots they move to."""
+    def _vacate(self) -> None:
+        """Slots to be cut are not handed out any more, and pages in them move to free ones below."""
+        for cell in self._changing(False):
+            new = self._new[cell.pool_group]
+            if new == self._old[cell.pool_group]:
+                continue
+            cell.allocator.prepare_shrink(new)
+            moving = _pages_above(cell, new)
+            if moving:
+                assert len(moving) <= cell.allocator.free, "a shrink that fits has too few free slots to compact into"
+                self._hierarchy.mover.move(moving, cell)
+                self._result.compacted += len(moving)
+
+    def _wait(self) -> None:
+        """The host waits for all work on the slots: memory off the GPU may move, and memory that is cut is gone."""
         hierarchy = self._hierarchy
-        allocator = hierarchy.levels.allocators[self._cells[group]]
-        place = hierarchy.places.by_cell[self._cells[group]]
-        allocator.prepare_shrink(new)
-        moving = self._pages_above(group, new)
-        if moving:
-            assert len(moving) <= allocator.free, "a shrink that fits has too few free slots to compact into"
-            hierarchy.mover.move_run(moving, self._level, self._level)
-            self._result.compacted += len(moving)
-        self._wait(group)
-        allocator.finish_shrink()
-        place.resize(new)
+        for cell in self._cells:
+            if self._new[cell.pool_group] != self._old[cell.pool_group]:
+                cell.allocator.synchronize()
+                for page in cell.pages():
+                    hierarchy.timeline.synchronize(page.ready)
+        _end_transfers(hierarchy)
+        in_flight = hierarchy.in_flight
+        if in_flight.in_flight > 0:  # a stream is past a transfer that timed out, the transfer may still read or write memory
+            raise CuError(f"a file transfer that timed out may still use memory that is to be cut or moved: {in_flight.last_error}")
 
-    def _pages_above(self, group: int, new: int) -> list[Page]:
-        """Pages whose slots are to be cut off, by slot id. O(pages of the group)."""
-        cell = self._cells[group]
-        if self._hierarchy.levels.allocators[cell].issued <= new:
-            return []
-        by_slot = {page.slot: page for page in self._hierarchy.levels.pages(cell) if page.slot >= new}
-        return [by_slot[slot] for slot in sorted(by_slot)]
+    def _change_memory(self) -> None:
+        """Cut memory first, so that others can grow with it."""
+        for cell in self._changing(False) + self._changing(True):
+            cell.resize_memory(self._new[cell.pool_group])
 
-    def _grow(self, group: int, new: int) -> None:
-        self._wait(group)
-        self._hierarchy.places.by_cell[self._cells[group]].resize(new)
-        self._hierarchy.levels.allocators[self._cells[group]].expand(new)
+    def _install(self) -> None:
+        for cell in self._cells:
+            if cell.allocator.shrinking():
+                cell.allocator.finish_shrink()
+            else:
+                cell.allocator.expand(self._new[cell.pool_group])
+        self._hierarchy.sizings[self._level] = self._sizing
 
-    def _wait(self, group: int) -> None:
-        """The host waits for all work on the group's slots: memory off the GPU may move, and memory that is cut is gone."""
-        allocator = self._hierarchy.levels.allocators[self._cells[group]]
-        allocator.synchronize()
-        for page in self._hierarchy.levels.pages(self._cells[group]):
-            self._timeline.synchronize(page.ready)
-        settling = self._hierarchy.settling
-        if settling.in_flight > 0:
-            settling.wait()
-            self._hierarchy.settle()
-        if settling.in_flight > 0:  # a stream is past a transfer that timed out, the transfer may still read or write memory
-            raise CuError(f"a file transfer that timed out may still use memory that is to be cut or moved: {settling.last_error}")
+    def _trim(self) -> None:
+        """Free memory that no group uses any more. What the device refuses now is freed by the next resize, or at the end."""
+        try:
+            self._hierarchy.tier(self._level).trim()
+        except Exception as error:
+            _log.warning("level %d has its new size, but the device did not take back all memory: %r", self._level, error)
 
-    def _restore(self) -> None:
-        """After a device failure: every group back to its old size, those that grew first. No page lies in what they give up."""
-        hierarchy = self._hierarchy
-        for group in range(hierarchy.num_groups):
-            allocator = hierarchy.levels.allocators[self._cells[group]]
-            place = hierarchy.places.by_cell[self._cells[group]]
-            if min([arena.num_slots for arena in place.arenas]) < min(self._old[group], self._new[group]):
-                for page in hierarchy.levels.pages(self._cells[group]):  # memory that the device would not register again is gone
-                    if not page.lost:
-                        page.lost = True
-                        hierarchy.settling.lost.append(page)
-            if allocator.shrinking():
-                allocator.abort_shrink()
-            if self._new[group] > self._old[group]:
-                if allocator.capacity > self._old[group]:
-                    allocator.prepare_shrink(self._old[group])
-                    allocator.finish_shrink()
-                place.resize(self._old[group])
-        for group in range(hierarchy.num_groups):
-            allocator = hierarchy.levels.allocators[self._cells[group]]
-            if allocator.capacity < self._old[group]:
-                hierarchy.places.by_cell[self._cells[group]].resize(self._old[group])
-                allocator.expand(self._old[group])
+    def _fit_slots(self) -> None:
+        """The device refused: every group gets the memory of its old slots again, or has as many slots as have memory."""
+        for cell in self._changing(True) + self._changing(False):
+            try:
+                cell.resize_memory(self._old[cell.pool_group])
+            except BaseException as error:  # the first error is raised already
+                _log.error("%s: the memory of its old slots cannot be had again: %r", cell, error)
+        smaller = False
+        for cell in self._cells:
+            there = cell.slots_with_memory()
+            if there >= cell.total:
+                cell.allocator.abort_shrink()
+            else:
+                smaller = True
+                self._lose_from(cell, there)
+        if smaller:
+            slots = [cell.total for cell in self._cells]
+            self._hierarchy.sizings[self._level] = self._hierarchy.sizings[self._level].with_slots(self._hierarchy.layout, slots)
+            _log.error("level %d shrinks from %s to %s slots: that is all that has memory", self._level, self._old, slots)
+
+    def _lose_from(self, cell: Cell, there: int) -> None:
+        """The slots from `there` on have no memory any more: pages in them are lost, and the slots vanish."""
+        for page in cell.pages():
+            if page.slot >= there:
+                self._hierarchy.in_flight.lose(page)
+        cell.allocator.lose_from(there)
+        for page in cell.pages():
+            if page.slot >= there:
+                cell.requeue(page)
+
+
+def _pages_above(cell: Cell, new: int) -> list[Page]:
+    """Pages whose slots are to be cut off, by slot id. O(pages of the cell)."""
+    if cell.allocator.issued <= new:
+        return []
+    by_slot = {page.slot: page for page in cell.pages() if page.slot >= new}
+    return [by_slot[slot] for slot in sorted(by_slot)]

@@ -19,6 +19,7 @@ from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.reuse.helpers import EMPTY_SCOPE, Cache, Token
+from tests.storage.helpers import make_cell
 
 
 def events_of(manager: KVCacheEventManager) -> list[KVCacheEvent]:
@@ -71,7 +72,7 @@ def relocate(block: Block, life_cycle: int, level: int) -> None:
     page = block.pages[life_cycle]
     assert page is not None
     source = page.level
-    page.level = level
+    page.cell = make_cell(level)
     block.page_relocated(page, source, level)
 
 

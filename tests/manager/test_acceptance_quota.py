@@ -18,7 +18,8 @@ from kv_cache_manager_v2 import (
     LogicError,
 )
 from kv_cache_manager_v2.config import LayerConfig
-from kv_cache_manager_v2.storage.resize import resize_quota, spare_host_bytes
+from kv_cache_manager_v2.storage.resize import resize_quota
+from kv_cache_manager_v2.storage.tiers import spare_host_bytes
 from tests.manager import inside
 from tests.manager.engine import Token
 from tests.manager.helpers import DISK, GPU, HOST, KIB, MIB, Rig, attention, mixed, model, toks

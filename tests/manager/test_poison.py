@@ -250,7 +250,6 @@ def test_with_over_a_cache_shows_the_exception_of_its_block(scene: Scene, caplog
     scene.manager.shutdown()
 
 
-@pytest.mark.xfail(strict=False, reason="close() of the storage cannot be tried again yet")
 def test_a_shutdown_that_the_device_refuses_can_be_tried_again(scene: Scene) -> None:
     """Nothing else can be called then but questions; the one that succeeds has freed everything."""
     for cache in scene.opened:

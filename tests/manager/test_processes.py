@@ -232,7 +232,6 @@ def test_a_shut_down_manager_is_not_listed() -> None:
     driver.close()
 
 
-@pytest.mark.xfail(strict=False, reason="close() of the storage cannot be tried again yet")
 def test_a_device_that_refuses_is_asked_again(tmp_path: Path) -> None:
     """The dropped manager's memory is freed by a later call; the caller notices nothing."""
     scene = scene_of("window", tmp_path, "")

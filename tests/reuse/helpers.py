@@ -13,6 +13,7 @@ from kv_cache_manager_v2.reuse.match import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, RadixTree
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
+from tests.storage.helpers import make_cell
 
 Token = int | bytes
 FULL = ("full", 0, 0)
@@ -47,7 +48,7 @@ class FakeKeeper(PageKeeper):
 
     def new_page(self, life_cycle: int, level: int = 0) -> Page:
         self.made += 1
-        return Page(life_cycle, 0, level, SlotId(self.made), PRIORITY_DEFAULT, NULL_POINT)
+        return Page(life_cycle, make_cell(level), SlotId(self.made), PRIORITY_DEFAULT, NULL_POINT)
 
     def adopt(self, page: Page, owner: PageOwner, coverage: int) -> None:
         assert page.alive()

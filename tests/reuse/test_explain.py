@@ -11,6 +11,7 @@ from kv_cache_manager_v2.reuse.explain import MissHistory, explain
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.manager.helpers import Rig, small
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, toks, window
+from tests.storage.helpers import make_cell
 
 TIERS = [CacheTier.GPU_MEM, CacheTier.HOST_MEM]
 
@@ -65,7 +66,7 @@ def test_dropped_says_when_and_from_where() -> None:
     path = asked.cache.store(toks(0, 12))
     page = path[1].pages[0]
     assert page is not None
-    page.level = 1
+    page.cell = make_cell(1)
     asked.cache.lose(path[1])
     assert asked.ask(toks(0, 12), remembers=False).cause == MissCause.NEVER_STORED
     asked.cache.store(toks(100, 108))

@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
-from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import RadixTree
@@ -48,11 +47,10 @@ class Inside:
 
     def page_bytes(self, page: Page, pool: int, offset: int, nbytes: int) -> bytes:
         """Part of a page as it is now, on whatever level it lies."""
-        hierarchy = self.hierarchy
-        address = hierarchy.slot_address(page.level, page.pool_group, pool, page.slot) + offset
-        place = hierarchy.places.by_cell[hierarchy.levels.cell(page.level, page.pool_group)]
-        if place.tier == CacheTier.DISK:
-            return os.pread(place.fds[pool], nbytes, address)
+        address = page.cell.arenas[pool].address(page.slot) + offset
+        arena = page.cell.arenas[pool]
+        if arena.fd >= 0:
+            return os.pread(arena.fd, nbytes, address)
         return self.driver.read_bytes(address, nbytes)
 
     # --- room, counted page by page
@@ -75,23 +73,21 @@ class Inside:
 
     def _pages(self, level: int, group: int, mine: set[int], held: bool) -> list[Page]:
         """Pages that nobody runs on, held by a suspended request or not, those of `mine` left out."""
-        pages = self.hierarchy.levels.pages(self.hierarchy.levels.cell(level, group))
+        pages = self.hierarchy.cells[group][level].pages()
         return [page for page in pages if page.locks == 0 and id(page) not in mine and (page.holds > 0) == held]
 
     def sizes(self) -> list[int]:
         """Slots of every pool group on every level."""
-        return [allocator.capacity for allocator in self.hierarchy.levels.allocators]
+        return [cell.total for level in range(self.hierarchy.num_levels) for cell in self.hierarchy.level_cells(level)]
 
     # --- the whole state, to see that nothing changed
 
     def fingerprint(self) -> tuple[object, ...]:
         """Slots, queues in their order, counters and the size of the tree."""
         hierarchy = self.hierarchy
-        levels = hierarchy.levels
-        queues = tuple(
-            tuple((page.life_cycle, page.slot, page.priority, page.holds) for page in queue.pages()) for queue in levels.queues
-        )
-        slots = tuple((allocator.capacity, allocator.free) for allocator in levels.allocators)
+        cells = hierarchy.all_cells()
+        queues = tuple(tuple((page.life_cycle, page.slot, page.priority, page.holds) for page in cell.order()) for cell in cells)
+        slots = tuple((cell.total, cell.free) for cell in cells)
         counters = hierarchy.counters
         return (queues, slots, repr(counters.moved), repr(counters.dropped), repr(counters.lost), self.tree.num_blocks)
 

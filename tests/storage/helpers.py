@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from kv_cache_manager_v2.config import (
@@ -20,8 +21,10 @@ from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.listener import CachedBlock
 from kv_cache_manager_v2.statistics import MovementCounters
+from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page, PageOwner
+from kv_cache_manager_v2.storage.tiers import HostTier
 
 GRAIN = {CacheTier.GPU_MEM: 2 << 20, CacheTier.HOST_MEM: 4096, CacheTier.DISK: 2 << 20}
 
@@ -51,6 +54,14 @@ class FakeBlock(PageOwner):
 
     def page_relocated(self, page: Page, source: int, destination: int) -> None:
         self.moves.append((source, destination))
+
+
+def make_cell(level: int = 0, slots: int = 0, keeps_held: bool = False) -> Cell:
+    """A cell without memory."""
+    driver = EmulatedDriver()
+    cell = Cell(Timeline(driver), level, 0, HostTier(driver), keeps_held)
+    cell.allocator.expand(slots)
+    return cell
 
 
 def make_layout(
@@ -132,12 +143,10 @@ class Rig:
 
     def read(self, page: Page, pool: int) -> bytes:
         size = self.layout.slot_sizes[page.pool_group][pool]
-        address = self.hierarchy.slot_address(page.level, page.pool_group, pool, page.slot)
-        place = self.hierarchy.places.by_cell[self.hierarchy.levels.cell(page.level, page.pool_group)]
-        if place.tier == CacheTier.DISK:
-            import os
-
-            return os.pread(place.fds[pool], size, address)
+        arena = page.cell.arenas[pool]
+        address = arena.address(page.slot)
+        if arena.fd >= 0:
+            return os.pread(arena.fd, size, address)
         return self.driver.read_bytes(address, size)
 
     # --- pages
@@ -168,7 +177,7 @@ class Rig:
 
     def order(self, level: int, group: int = 0) -> list[Page]:
         """The queue of a level, next victim first."""
-        return self.hierarchy.levels.queues[self.hierarchy.levels.cell(level, group)].pages()
+        return self.hierarchy.cells[group][level].order()
 
     def counts(self, level: int, group: int = 0) -> tuple[int, int, int]:
         """free, evictable, unavailable"""

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.storage.planner import Shortage, exchange_stalls, rooms, shortfall
+from kv_cache_manager_v2.storage.planner import Shortage, exchange_stalls, intakes, shortfall
 
 
-def test_room_for_held_pages_adds_up_from_below() -> None:
+def test_what_levels_take_in_held_pages_adds_up_from_below() -> None:
     """A level takes in held pages where slots are open or pages may be dropped, and passes the rest down."""
-    assert rooms(0, [9, 1, 2], [9, 3, 4]) == [0, 10, 6, 0]
-    assert rooms(1, [9, 1, 2], [9, 3, 4]) == [0, 0, 6, 0]
-    assert rooms(0, [5], [5]) == [0, 0]
+    assert intakes(0, [9, 1, 2], [9, 3, 4]) == [0, 10, 6, 0]
+    assert intakes(1, [9, 1, 2], [9, 3, 4]) == [0, 0, 6, 0]
+    assert intakes(0, [5], [5]) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import NULL_POINT, SlotId
+from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import resize_level
@@ -50,8 +50,8 @@ class HierarchyMachine(RuleBasedStateMachine):
     def kept_slots(self, level: int, group: int) -> int:
         """Slots that their pages have left, and that a file transfer may still write to."""
         hierarchy = self.rig_().hierarchy
-        cell = hierarchy.levels.cell(level, group)
-        return sum([hierarchy.settling.left(cell, SlotId(slot)) for slot in range(hierarchy.total(level, group))])
+        cell = hierarchy.cells[group][level]
+        return len(cell.kept) + len(hierarchy.in_flight.kept_slots(cell))
 
     def rig_(self) -> Rig:
         assert self.rig is not None

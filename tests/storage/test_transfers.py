@@ -72,7 +72,7 @@ def test_bytes_survive_every_way_down_and_up(
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-def test_full_tiers_exchange_more_pages_than_the_parking_holds(rigs: list[Rig], schedule: str, seed: int) -> None:
+def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(rigs: list[Rig], schedule: str, seed: int) -> None:
     count = 150
     rig = Rig([[count], [count]], "gh", ((16,),), schedule, seed)
     rigs.append(rig)
@@ -424,11 +424,11 @@ def test_slot_of_a_source_is_not_overwritten_before_it_was_read(rigs: list[Rig])
 @pytest.mark.parametrize("tiers", ["gd", "ghd"])
 @pytest.mark.parametrize("call", ["record_event", "copy_batch", "wait_event", "wait_gate", "create_event"])
 @pytest.mark.parametrize("nth", range(1, 9))
-def test_an_exchange_that_the_device_refuses_leaves_nobody_in_the_parking(
+def test_an_exchange_that_the_device_refuses_leaves_every_page_with_its_bytes(
     rigs: list[Rig], nth: int, call: str, tiers: str, tmp_path: Path
 ) -> None:
-    """The slots of the batch that failed are kept while its file transfers go on; a page that stands in the parking area then waits
-    for one of them. Every page is on some level afterwards, with its bytes, and the exchange can be tried again."""
+    """The slots of the batch that failed are kept while its file transfers go on; a page in a swap slot waits for one of them.
+    Every page is on some level afterwards, with its bytes, and the exchange can be tried again."""
     rig = Rig([[2]] * len(tiers), tiers, ((96, 40),), "random", nth, str(tmp_path))
     rigs.append(rig)
     pages = [rig.held(i) for i in range(2 * len(tiers))]
@@ -449,28 +449,60 @@ def test_an_exchange_that_the_device_refuses_leaves_nobody_in_the_parking(
         rig.expect(page, i)
 
 
-def test_a_parked_page_that_cannot_be_brought_out_is_settled_as_lost(rigs: list[Rig]) -> None:
-    """The device refuses every copy from the moment that a page stands in the parking area: its bytes are gone, there is something
-    to settle, and its owner is told then."""
-    rig = Rig([[1], [1]], "gh")
+@pytest.mark.parametrize("tiers", ["gh", "gd"])
+def test_a_page_in_a_swap_slot_waits_there_until_the_device_goes_on(rigs: list[Rig], tiers: str, tmp_path: Path) -> None:
+    """The device refuses every copy from the moment that a page is in a swap slot. It counts for the level that it goes to, keeps
+    its bytes and its owner, and goes on when there is something to settle and the device does not refuse any more."""
+    rig = Rig([[1], [1]], tiers, path=str(tmp_path))
     rigs.append(rig)
     blocks = [FakeBlock(f"{i}") for i in range(2)]
     pages = [rig.cached(i, owner=blocks[i]) for i in range(2)]
     for page in pages:
         rig.hierarchy.hold(page)
+    settle_all(rig)
     assert [page.level for page in pages] == [1, 0]
     rig.driver.fail("copy_batch", 2, None)
-    with pytest.raises(CuError):
+    if tiers == "gd":
+        rig.driver.fail("read_file", 1, None)
+    with suppress(CuError):
         rig.hierarchy.acquire([0], pages[:1])
-    rig.driver.heal()
     rig.check()
-    assert [page.lost for page in pages] == [False, True]
+    assert [page.level for page in pages] == [1, 1]
+    assert rig.hierarchy.free(1, 0) == 0
     assert rig.hierarchy.transfers_in_flight > 0
     rig.hierarchy.settle()
+    rig.check()
+    rig.driver.heal()
+    rig.hierarchy.settle()
+    assert rig.hierarchy.acquire([0], pages[1:]) is None, "it can be loaded from where it is"
+    settle_all(rig)
+    rig.check()
+    assert [page.level for page in pages] == [1, 0]
     assert rig.hierarchy.transfers_in_flight == 0
-    assert [len(block.gone) for block in blocks] == [0, 1]
-    assert rig.counters.lost == [1]
-    rig.expect(pages[0], 0)
+    assert [len(block.gone) for block in blocks] == [0, 0]
+    assert rig.counters.lost == [0]
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+def test_a_page_in_a_swap_slot_moves_on_when_a_slot_is_free(rigs: list[Rig]) -> None:
+    rig = Rig([[1], [1]], "gh")
+    rigs.append(rig)
+    pages = [rig.held(i) for i in range(2)]
+    rig.driver.fail("copy_batch", 2, None)
+    with suppress(CuError):
+        rig.hierarchy.acquire([0], pages[:1])
+    rig.driver.heal()
+    assert rig.hierarchy.mover.swapped == 1
+    shortage = rig.hierarchy.prefetch([], 1)
+    assert shortage is None
+    rig.hierarchy.release(pages[0])
+    assert not pages[0].alive()
+    rig.hierarchy.settle()
+    rig.check()
+    assert rig.hierarchy.mover.swapped == 0
+    assert (pages[1].level, rig.counts(1), rig.counts(0)) == (1, (0, 0, 1), (1, 0, 0))
+    rig.expect(pages[1], 1)
 
 
 def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]) -> None:
@@ -496,22 +528,59 @@ def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]
     rig.expect(below, 2)
 
 
-def test_pages_of_host_memory_that_the_device_does_not_take_back_are_lost() -> None:
-    """A shrink is refused, and so is the way back: the level has its size again, and none of its bytes."""
+def shrink_refused(rig: Rig, times: int | None) -> None:
+    """The host level is to shrink from 64 to 32 slots, and the device refuses to register memory again so often."""
+    sizing = LevelSizing(CacheTier.HOST_MEM, 64 << 20, 64 << 20, 4096)
+    sizing.slots = [32]
+    rig.driver.fail("host_register", 1, times)
+    with pytest.raises(HostRegistrationError):
+        resize_level(rig.hierarchy, 1, sizing)
+    rig.check()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_host_memory_that_is_registered_again_at_a_later_try_has_its_bytes(times: int) -> None:
+    """A shrink is refused, and at first so is the way back."""
     rig = Rig([[1], [64]], "gh", ((4096,),))
     page = rig.held(1)
     other = rig.held(2)
     assert (page.level, other.level) == (1, 0)
-    sizing = LevelSizing(CacheTier.HOST_MEM, 64 << 20, 64 << 20, 4096)
-    sizing.slots = [32]
-    rig.driver.fail("host_register", 1, 2)
-    with pytest.raises(HostRegistrationError):
-        resize_level(rig.hierarchy, 1, sizing)
-    rig.check()
+    shrink_refused(rig, times)
     assert rig.hierarchy.total(1, 0) == 64
-    assert (page.lost, other.lost) == (True, False)
+    assert (page.lost, other.lost) == (False, False)
+    rig.expect(page, 1)
+    rig.expect(other, 2)
+    rig.close()
+
+
+def test_a_host_level_whose_memory_cannot_be_had_again_shrinks_and_its_pages_are_lost() -> None:
+    """The level has as many slots as have memory and says so; a lost page stays with its holder, and its slot vanishes with it.
+    The level can grow again."""
+    rig = Rig([[2], [64]], "gh", ((4096,),))
+    block = FakeBlock("cached")
+    held = rig.held(1)
+    rig.cached(2, owner=block)
+    others = [rig.held(3), rig.held(4)]
+    assert (held.level, rig.counts(1)) == (1, (62, 1, 1))
+    shrink_refused(rig, None)
+    assert (rig.hierarchy.total(1, 0), rig.hierarchy.sizings[1].slots) == (0, [0])
+    assert held.lost
     assert rig.hierarchy.transfers_in_flight > 0
     rig.hierarchy.settle()
-    assert rig.counters.lost == [1]
-    rig.expect(other, 2)
+    rig.check()
+    assert rig.counters.lost == [2]
+    assert len(block.gone) == 1
+    assert held.alive()
+    assert rig.hierarchy.acquire([0], [held]) is None, "a page without memory is not loaded"
+    rig.driver.heal()
+    sizing = LevelSizing(CacheTier.HOST_MEM, 64 << 20, 64 << 20, 4096)
+    sizing.slots = [64]
+    assert resize_level(rig.hierarchy, 1, sizing)
+    rig.check()
+    rig.new(5)
+    rig.hierarchy.release(held)
+    rig.check()
+    for i, page in enumerate(others, start=3):
+        rig.expect(page, i)
+    assert rig.counts(1) == (63, 0, 1)
     rig.close()

@@ -1,0 +1,286 @@
+"""A cell: one pool group on one level, with everything that belongs to it: slots, pages, memory.
+
+Rule: a page that has a slot is in exactly one list of its cell: evictable in the order of eviction, droppable and held ones apart,
+or pinned. A page that is neither needed nor owned is freed at once. Nothing here copies bytes, calls an owner or plans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from kv_cache_manager_v2.device.arenas import Arena
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.errors import CorruptedError
+from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
+from kv_cache_manager_v2.storage.allocator import SlotAllocator
+from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, DROPPABLE, HELD, PINNED, Page
+from kv_cache_manager_v2.storage.page_list import PageList, PageQueue
+from kv_cache_manager_v2.storage.tiers import Tier
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Cell:
+    """Slots of one pool group on one level, the pages in them, and the memory: an arena for each pool."""
+
+    def __init__(self, timeline: Timeline, level: int, pool_group: int, tier: Tier, keeps_held: bool) -> None:
+        """`keeps_held`: held pages have nowhere to go from here, so they are pinned."""
+        self.level = level
+        self.pool_group = pool_group
+        self.tier = tier
+        self.keeps_held = keeps_held
+        self.pins_all = False  # pages here are about to move on, and are nothing to evict: swap slots
+        self.allocator = SlotAllocator(timeline, 0)
+        self.arenas: list[Arena] = []  # by pool, all with room for as many slots
+        self.evictable = 0  # pages in the order of eviction, those with file transfers in flight included
+        self.droppable = PageQueue()
+        self.held = PageQueue()
+        self.busy = PageList()  # evictable but for file transfers in flight
+        self.pinned = PageList()
+        self._clock = 0  # age of the youngest page
+        self.writes: dict[int, int] = {}  # slot -> file transfers that may still write to it
+        self.kept: dict[int, Point] = {}  # slot whose page has left it, kept for such a transfer -> end of its last use
+        self.swap: Cell | None = None  # pages of this level that wait in swap slots until a slot here is free
+
+    # --- counts, O(1)
+
+    @property
+    def total(self) -> int:
+        """Slots."""
+        return self.allocator.capacity
+
+    @property
+    def free(self) -> int:
+        """Slots that can be had without evicting anything; negative while pages in swap slots wait for more than there are."""
+        swap = self.swap
+        return self.allocator.free if swap is None else self.allocator.free - swap.allocator.num_taken()
+
+    # --- pages
+
+    def enter(self, page: Page) -> None:
+        """The page has a slot here now. It is pinned until `requeue` decides."""
+        assert page.before is None, "a page entered a list while it was in one"
+        self.pinned.append(page)
+
+    def leave(self, page: Page) -> None:
+        """The page is about to lose its slot."""
+        self._unlink(page)
+        page.list = PINNED
+        page.before = None
+        page.after = None
+
+    def requeue(self, page: Page) -> None:
+        """Put a page into the list that its counters, owner and transfers ask for, or free it.
+
+        A page that becomes evictable is the youngest of its priority. One that was evictable keeps its age.
+        """
+        if page.locks > 0:
+            wanted = PINNED
+        elif page.holds > 0:
+            wanted = PINNED if self.keeps_held else HELD if page.transfers == 0 else BUSY_HELD
+        elif page.owner is None:
+            self.free_page(page)
+            return
+        else:
+            wanted = PINNED if self.pins_all else DROPPABLE if page.transfers == 0 else BUSY_DROPPABLE
+        if page.lost and not self.has_memory(page):
+            wanted = PINNED
+        if page.list == wanted:
+            return
+        if wanted == PINNED:
+            self.pin(page)
+        elif page.list == PINNED:
+            self.pinned.remove(page)
+            self._join(page, wanted)
+        else:
+            self._unlink(page)
+            page.list = wanted
+            self.evictable += 1
+            if wanted == DROPPABLE:
+                self.droppable.insert(page)
+            elif wanted == HELD:
+                self.held.insert(page)
+            else:
+                self.busy.append(page)
+
+    def pin(self, page: Page) -> None:
+        """The page is not evictable any more."""
+        self._unlink(page)
+        page.list = PINNED
+        self.pinned.append(page)
+
+    def renew(self, page: Page) -> None:
+        """An evictable page becomes the youngest of its priority."""
+        wanted = page.list
+        self._unlink(page)
+        self._join(page, wanted)
+
+    def set_priority(self, page: Page, priority: int) -> None:
+        """Change a page's priority; an evictable one becomes the youngest of the new one."""
+        wanted = page.list
+        if wanted == PINNED:
+            page.priority = priority
+            return
+        self._unlink(page)
+        page.priority = priority
+        self._join(page, wanted)
+
+    def _join(self, page: Page, wanted: int) -> None:
+        self._clock += 1
+        page.age = self._clock
+        page.list = wanted
+        self.evictable += 1
+        if wanted == DROPPABLE:
+            self.droppable.push(page)
+        elif wanted == HELD:
+            self.held.push(page)
+        else:
+            self.busy.append(page)
+
+    def _unlink(self, page: Page) -> None:
+        here = page.list
+        if here == PINNED:
+            self.pinned.remove(page)
+            return
+        self.evictable -= 1
+        if here == DROPPABLE:
+            self.droppable.remove(page)
+        elif here == HELD:
+            self.held.remove(page)
+        else:
+            self.busy.remove(page)
+
+    # --- slots
+
+    def free_page(self, page: Page) -> None:
+        """The page is gone: in no list, and its slot is free once its last use is done."""
+        self.leave(page)
+        slot = page.slot
+        page.slot = NO_SLOT
+        self.free_slot(slot, page.ready)
+
+    def free_slot(self, slot: SlotId, point: Point) -> None:
+        """Free a slot after `point`, and after the file transfers that may still write to it."""
+        if self.writes and slot in self.writes:
+            assert slot not in self.kept, "a slot was freed twice"
+            self.kept[slot] = point
+            return
+        self.allocator.release(slot, point)
+
+    def begin_write(self, slot: SlotId) -> None:
+        """A file transfer that writes to the slot is under way."""
+        self.writes[slot] = self.writes.get(slot, 0) + 1
+
+    def end_write(self, slot: SlotId) -> None:
+        """A file transfer no longer writes to the slot."""
+        count = self.writes[slot] - 1
+        if count > 0:
+            self.writes[slot] = count
+            return
+        del self.writes[slot]
+        if slot in self.kept:
+            self.allocator.release(slot, self.kept.pop(slot))
+
+    # --- memory
+
+    def resize_memory(self, num_slots: int) -> None:
+        """Give every pool this many slots. On an error each arena has what it says; see `Arena.resize`."""
+        for arena in self.arenas:
+            arena.resize(num_slots)
+
+    def slots_with_memory(self) -> int:
+        """Slots that have memory in every pool."""
+        return min([arena.num_slots for arena in self.arenas])
+
+    def has_memory(self, page: Page) -> bool:
+        """Whether the page's slot has memory: not so for a lost page, when the device did not give memory back after a resize."""
+        return page.slot < self.allocator.capacity
+
+    def most_slots(self) -> int:
+        """Slots that the arenas could ever have; -1: no bound."""
+        bounds = [arena.most_slots() for arena in self.arenas]
+        bounds = [bound for bound in bounds if bound >= 0]
+        return min(bounds) if bounds else -1
+
+    def close_memory(self) -> None:
+        """Free all memory; tries every pool, and raises the first error at the end. Can be tried again."""
+        failure: BaseException | None = None
+        for arena in self.arenas:
+            try:
+                arena.close()
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # --- the end, and checks
+
+    def close(self) -> None:
+        """Cut the links of all pages."""
+        self.droppable.close()
+        self.held.close()
+        self.busy.close()
+        self.pinned.close()
+        self.evictable = 0
+
+    def order(self) -> list[Page]:
+        """The evictable pages, next one to be evicted first. O(pages log pages)."""
+        found = self.droppable.pages() + self.held.pages() + self.busy.pages()
+        keys = sorted([(page.priority, page.age) for page in found])
+        by_key = {(page.priority, page.age): page for page in found}
+        return [by_key[key] for key in keys]
+
+    def pages(self) -> list[Page]:
+        """All pages: the evictable ones, next one to be evicted first, then the pinned ones. O(pages log pages)."""
+        return self.order() + self.pinned.pages()
+
+    def __repr__(self) -> str:
+        return f"level {self.level}, pool group {self.pool_group}"
+
+    def check_invariants(self, left: Sequence[SlotId] = ()) -> None:
+        """Slots, lists of pages and counts agree; `left` are slots kept for copies that failed. O(issued slots)."""
+        self.allocator.check_invariants()
+        self.droppable.check_invariants()
+        self.held.check_invariants()
+        self.busy.check_invariants(False)
+        self.pinned.check_invariants(False)
+        queued = self.droppable.length + self.held.length + len(self.busy.pages())
+        assert queued == self.evictable, f"{self}: {queued} pages are evictable, the count says {self.evictable}"
+        owned = bytearray(self.allocator.issued)
+        for page in self.pages():
+            self._check_page(page)
+            assert self.allocator.taken(page.slot), f"{self}: slot {page.slot} is free, and a page has it"
+            if self.has_memory(page):
+                assert owned[page.slot] == 0, f"{self}: slot {page.slot} has two pages"
+                owned[page.slot] = 1
+            else:
+                assert page.lost, f"{self}: slot {page.slot} has no memory, and a page with bytes"
+        for slot in self.kept:
+            assert slot in self.writes, f"{self}: slot {slot} is kept although no transfer writes to it"
+        for number in range(self.allocator.issued):
+            slot = SlotId(number)
+            kept = slot in self.kept or slot in left
+            assert not (kept and owned[slot]), f"{self}: slot {slot} is kept for a transfer, and a page has it"
+            if self.allocator.taken(slot) and not kept and not owned[slot]:
+                raise CorruptedError(f"{self}: slot {slot} was allocated, and no page has it")
+
+    def _check_page(self, page: Page) -> None:
+        where = f"page at {self}, slot {page.slot}"
+        assert page.cell is self, f"{where} is listed in another cell"
+        assert page.holds >= 0, f"{where} has {page.holds} holds"
+        assert page.locks >= 0, f"{where} has {page.locks} locks"
+        assert page.locks == 0 or self.level == 0, f"{where} is locked off the GPU"
+        assert page.transfers >= 0, f"{where} has {page.transfers} transfers"
+        assert page.ready >= NULL_POINT, f"{where} has no point"
+        busy = page.transfers > 0
+        without_memory = page.lost and not self.has_memory(page)
+        kept = self.pins_all or (page.holds > 0 and self.keeps_held) or (page.holds == 0 and page.owner is None)
+        if page.locks > 0 or kept or without_memory:
+            wanted = PINNED
+        elif page.holds > 0:
+            wanted = BUSY_HELD if busy else HELD
+        else:
+            wanted = BUSY_DROPPABLE if busy else DROPPABLE
+        assert page.list == wanted, f"{where}: it is in list {page.list}, and belongs into {wanted}"

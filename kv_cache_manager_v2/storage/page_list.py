@@ -1,0 +1,276 @@
+"""Lists of pages, linked through the pages: the pinned ones of a cell, and the evictable ones in their order of eviction.
+
+Rule: a page with a slot is in exactly one list. Joining at the young end and leaving are O(1), allocate nothing and take no memory,
+so a level's pages are found without a table that the cyclic collector would walk.
+
+A page that changes from droppable to held, or back, keeps its place in the order. So it joins the other list in the middle, by its
+age. A sparse index finds that place: one entry for some dozens of pages.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, PRIORITY_MAX
+from kv_cache_manager_v2.storage.page import Page
+
+INDEX_SPACING: Final = 64  # pages between two entries of the index; a power of two
+NEAR: Final = 8  # steps taken from where the last page joined before the index is asked: pages of one request are neighbours
+
+
+class PageList:
+    """A circular list closed by a sentinel. In a list with an order, ages rise from the front to the back."""
+
+    def __init__(self) -> None:
+        end = Page(-1, None, NO_SLOT, 0, NULL_POINT)
+        end.before = end
+        end.after = end
+        self.end = end  # the sentinel: its `after` is the first page, its `before` the last
+        self._index: list[Page] = []  # some of the pages, ages rising
+        self._near: Page | None = None  # the page that joined in the middle last
+
+    def append(self, page: Page) -> None:
+        """Join at the back."""
+        end = self.end
+        last = end.before
+        assert last is not None, "a page joined a list that was closed"
+        page.before = last
+        page.after = end
+        last.after = page
+        end.before = page
+
+    def insert(self, page: Page) -> None:
+        """Join in the middle, by age. O(log pages), O(1) near the back and near the last page that joined so."""
+        last = self.end.before
+        assert last is not None, "a page joined a list that was closed"
+        if last is self.end or last.age < page.age:
+            self.append(page)
+        else:
+            older = self._older_nearby(page.age)
+            if older is None:
+                older = self._older_by_index(page.age)
+            after = older.after
+            assert after is not None
+            page.before = older
+            page.after = after
+            older.after = page
+            after.before = page
+        if self._near is not None:
+            self._near.near = False
+        self._near = page
+        page.near = True
+
+    def remove(self, page: Page) -> None:
+        """Leave, from any place; the page's own links stay as they are, to be overwritten."""
+        before = page.before
+        after = page.after
+        assert before is not None, "a page that is in no list was to leave one"
+        assert after is not None
+        before.after = after
+        after.before = before
+        if page.indexed or page.near:
+            self._forget(page)
+
+    def pages(self) -> list[Page]:
+        """All pages, from the front. O(pages)."""
+        found: list[Page] = []
+        page = self.end.after
+        while page is not None and page is not self.end:
+            found.append(page)
+            page = page.after
+        return found
+
+    def close(self) -> None:
+        """Cut all links: pages are not seen by the collector, so rings of them would never be freed."""
+        for page in self.pages():
+            page.before = None
+            page.after = None
+            page.indexed = False
+            page.near = False
+        self.end.before = None
+        self.end.after = None
+        self._index = []
+        self._near = None
+
+    # --- the index
+
+    def note(self, page: Page) -> None:
+        """Make the last page an entry of the index."""
+        self._index.append(page)
+        page.indexed = True
+
+    def _forget(self, page: Page) -> None:
+        if page.near:
+            page.near = False
+            before = page.before
+            self._near = None
+            if before is not None and before is not self.end:
+                self._near = before
+                before.near = True
+        if page.indexed:
+            page.indexed = False
+            at = self._entries_older(page.age)
+            assert self._index[at] is page, "the index of a list of pages is out of order"
+            del self._index[at]
+
+    def _entries_older(self, age: int) -> int:
+        """Number of entries of the index that are older."""
+        low = 0
+        high = len(self._index)
+        while low < high:
+            middle = (low + high) // 2
+            if self._index[middle].age < age:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _older_nearby(self, age: int) -> Page | None:
+        """The last page that is older, or the sentinel if none is, when it is few steps away; None: it is not."""
+        page = self._near
+        if page is None:
+            page = self.end.after
+            assert page is not None
+        if page.age > age:
+            for _i in range(NEAR):
+                page = page.before
+                assert page is not None
+                if page is self.end or page.age < age:
+                    return page
+            return None
+        for _i in range(NEAR):  # some page is younger, so the sentinel is not reached
+            after = page.after
+            assert after is not None
+            if after.age > age:
+                return page
+            page = after
+        return None
+
+    def _older_by_index(self, age: int) -> Page:
+        """As `_older_nearby`, from anywhere. A long way from the index gets entries of its own, so the next one is short."""
+        at = self._entries_older(age)
+        page = self._index[at - 1] if at > 0 else self.end
+        steps = 0
+        while True:
+            after = page.after
+            assert after is not None
+            if after.age > age:
+                return page
+            page = after
+            steps += 1
+            if steps == INDEX_SPACING:
+                steps = 0
+                self._index.insert(at, page)
+                page.indexed = True
+                at += 1
+
+    def check_invariants(self, ordered: bool) -> None:
+        """Links agree both ways, ages rise, and the index names pages of the list. O(pages)."""
+        before = self.end
+        page = self.end.after
+        indexed: list[Page] = []
+        near = 0
+        while page is not None and page is not self.end:
+            assert page.before is before, "the links of a list of pages disagree"
+            assert not ordered or before is self.end or before.age < page.age, "a list of pages is out of order"
+            if page.indexed:
+                indexed.append(page)
+            near += 1 if page.near else 0
+            before = page
+            page = page.after
+        assert page is None or self.end.before is before, "the sentinel's link disagrees"
+        assert len(indexed) == len(self._index), "the index of a list of pages names others"
+        for at in range(len(indexed)):
+            assert indexed[at] is self._index[at], "the index of a list of pages is out of order"
+        assert near == (1 if self._near is not None else 0), "the place of the next search is not in the list"
+
+
+class PageQueue:
+    """The order of eviction: lowest priority first, and within a priority the smallest age. One list per priority, made on first
+    use."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._lists: list[PageList | None] = [None] * (PRIORITY_MAX + 1)  # by priority
+        self._lowest = PRIORITY_MAX + 1  # no list below this one has pages
+
+    def push(self, page: Page) -> None:
+        """Join as the youngest of its priority."""
+        pages = self._list_of(page)
+        pages.append(page)
+        if page.age & (INDEX_SPACING - 1) == 0:
+            pages.note(page)
+        self.length += 1
+
+    def insert(self, page: Page) -> None:
+        """Join by age."""
+        self._list_of(page).insert(page)
+        self.length += 1
+
+    def remove(self, page: Page) -> None:
+        """Leave, from any place."""
+        pages = self._lists[page.priority]
+        assert pages is not None, "a page left a queue that it was not in"
+        pages.remove(page)
+        self.length -= 1
+
+    def first(self) -> Page | None:
+        """The next page to be evicted; O(1) amortised over pushes, at most the number of priorities."""
+        if self.length == 0:
+            return None
+        priority = self._lowest
+        while True:
+            pages = self._lists[priority]
+            if pages is not None and pages.end.after is not pages.end:
+                self._lowest = priority
+                return pages.end.after
+            priority += 1
+
+    def next(self, page: Page) -> Page | None:
+        """The page to be evicted after this one, None if it is the last. The queue must not change in between."""
+        after = page.after
+        assert after is not None
+        if after.life_cycle >= 0:
+            return after
+        for priority in range(page.priority + 1, PRIORITY_MAX + 1):
+            pages = self._lists[priority]
+            if pages is not None and pages.end.after is not pages.end:
+                return pages.end.after
+        return None
+
+    def pages(self) -> list[Page]:
+        """All pages in the order of eviction. O(length)."""
+        return [page for pages in self._lists if pages is not None for page in pages.pages()]
+
+    def close(self) -> None:
+        """Cut all links."""
+        for pages in self._lists:
+            if pages is not None:
+                pages.close()
+        self._lists = [None] * (PRIORITY_MAX + 1)
+        self.length = 0
+
+    def _list_of(self, page: Page) -> PageList:
+        priority = page.priority
+        if priority < self._lowest:
+            self._lowest = priority
+        pages = self._lists[priority]
+        if pages is None:
+            pages = PageList()
+            self._lists[priority] = pages
+        return pages
+
+    def check_invariants(self) -> None:
+        """Pages are in the list of their priority, in order, and counted. O(length)."""
+        length = 0
+        for priority in range(PRIORITY_MAX + 1):
+            pages = self._lists[priority]
+            if pages is None:
+                continue
+            pages.check_invariants(True)
+            found = pages.pages()
+            length += len(found)
+            for page in found:
+                assert page.priority == priority, f"a page of priority {page.priority} in the list of {priority}"
+            assert not found or priority >= self._lowest, f"priority {priority} has pages below the hint {self._lowest}"
+        assert length == self.length, f"{length} pages are queued, the count says {self.length}"

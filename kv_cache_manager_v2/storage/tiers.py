@@ -1,0 +1,110 @@
+"""What differs between the tiers: how a pool's memory is made, and how bytes get in and out.
+
+Rule: a question "is this the GPU, the host, a disk" is a property or a method of a tier, asked nowhere else. A new tier is a class
+here, and a line in `make_tier`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Final
+
+from kv_cache_manager_v2.config import CacheTierConfig, DiskCacheTierConfig
+from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.os_memory import available_bytes
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layout.arithmetic import round_up
+from kv_cache_manager_v2.layout.sizing import LevelSizing
+
+# Address space reserved for a device pool, in multiples of the level's quota: base addresses never move, so this bounds how far a
+# pool can grow, by rebalancing within the quota or by a larger quota. Reserving costs no memory.
+RESERVE_FACTOR: Final = 16
+HOST_MARGIN_BYTES: Final = 1 << 30  # of host memory that best efforts leave free, at the least
+HOST_MARGIN_SHARE: Final = 20  # one part in so many of what is available, where that is more
+
+
+def spare_host_bytes(available: int) -> int:
+    """How much of the available memory a host tier may take at most: the engine and other processes need the rest."""
+    return max(0, available - max(HOST_MARGIN_BYTES, available // HOST_MARGIN_SHARE))
+
+
+class Tier(ABC):
+    """One level's kind of memory. Its slots are memory that copies reach, or ranges of files."""
+
+    def __init__(self, name: CacheTier, by_file: bool, takes_files: bool) -> None:
+        self.name = name
+        self.pool: ChunkPool | None = None  # memory that the arenas share
+        self.by_file = by_file  # slots are ranges of files: bytes go in and out by file transfers
+        self.takes_files = takes_files  # file transfers read and write its memory directly, without staging
+
+    @abstractmethod
+    def make_arena(self, slot_bytes: int) -> Arena:
+        """An arena of this kind without slots. Takes no memory; address space and a file, perhaps."""
+
+    def spare_bytes(self, available: int | None) -> int:
+        """Bytes by which best efforts may grow the level; -1: as many as the device gives.
+
+        `available`: bytes of host memory that the system could give; None: ask it.
+        """
+        return -1
+
+    def trim(self) -> None:
+        """Free memory that arenas no longer use."""
+        if self.pool is not None:
+            self.pool.trim()
+
+    def close(self) -> None:
+        """Free what the arenas share; they are closed. Can be tried again after an error."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+class DeviceTier(Tier):
+    """Device memory: chunks that all pools of the level share, mapped into ranges reserved once."""
+
+    def __init__(self, driver: Driver, sizing: LevelSizing) -> None:
+        super().__init__(CacheTier.GPU_MEM, False, False)
+        self._driver = driver
+        self._chunks = ChunkPool(driver, sizing.granularity)
+        self.pool = self._chunks
+        self._reserve_bytes = round_up(sizing.quota * RESERVE_FACTOR, sizing.granularity)
+
+    def make_arena(self, slot_bytes: int) -> Arena:
+        return DeviceArena(self._driver, self._chunks, slot_bytes, self._reserve_bytes)
+
+
+class HostTier(Tier):
+    """Host memory, registered with the device."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(CacheTier.HOST_MEM, False, True)
+        self._driver = driver
+
+    def make_arena(self, slot_bytes: int) -> Arena:
+        return HostArena(self._driver, slot_bytes)
+
+    def spare_bytes(self, available: int | None) -> int:
+        there = available_bytes() if available is None else available
+        return spare_host_bytes(there) if there >= 0 else -1
+
+
+class DiskTier(Tier):
+    """Files in a directory."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(CacheTier.DISK, True, False)
+        self._path = path
+
+    def make_arena(self, slot_bytes: int) -> Arena:
+        return DiskArena(slot_bytes, self._path)
+
+
+def make_tier(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
+    """The tier of a level as configured."""
+    if sizing.tier == CacheTier.GPU_MEM:
+        return DeviceTier(driver, sizing)
+    if sizing.tier == CacheTier.HOST_MEM:
+        return HostTier(driver)
+    assert isinstance(config, DiskCacheTierConfig)
+    return DiskTier(config.path)
