@@ -397,9 +397,7 @@ class Hierarchy(PageKeeper):
         Ordered on `stream` like `try_copy`, but takes no slot. The page becomes the youngest of its priority. If the device
         refuses, the page's bytes are void: the caller drops it.
         """
-        if page.level != GPU_LEVEL or source.level != GPU_LEVEL or page.list != DROPPABLE:
-            return False
-        if source.lost:
+        if page.level != GPU_LEVEL or source.level != GPU_LEVEL or page.list != DROPPABLE or source.lost:
             return False
         self.timeline.wait(stream, source.ready)
         self.timeline.wait(stream, page.ready)
