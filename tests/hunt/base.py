@@ -27,7 +27,8 @@ from kv_cache_manager_v2 import (
     PageDataLostError,
     ReuseScope,
 )
-from tests.hunt.devices import RefusingDevice, returning_device
+from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from tests.hunt.devices import RefusingDevice, ReturningDevice, returning_device
 from tests.hunt.memory import GroupMemory, map_memory
 from tests.hunt.requests import Request
 from tests.hunt.setups import Setup, manager_config
@@ -89,9 +90,11 @@ class Base:
         self.outcomes: Counter[str] = Counter()
         self.armed = False
         self.disturbed = False  # ever
+        self.holding = setup.schedule != "threads"  # whose streams are late anyway
         self.wary = False  # of pages without memory, of which this process would die
         self.heal_at = 0
-        self.hangs: list[object] = []
+        self.hangs: list[EmulatedGate] = []
+        self.held: list[tuple[int, EmulatedGate]] = []  # streams that stand still, and the operation at which they go on
         self.prompts = [[self._tokens(MAX_BLOCKS * self.tpb) for _ in range(4)] for _ in SCOPES]
 
     def _tokens(self, count: int) -> list[int]:
@@ -125,7 +128,8 @@ class Base:
         except (CorruptedError, ConfigError) as error:
             raise Found(f"{type(error).__name__}: {error}") from error
         except LogicError as error:
-            hanging = self.hangs and "gate" in str(error)
+            hanging = (self.hangs or self.held) and "gate" in str(error)
+            self.let_go()
             waiting = self.armed and request is None and self.manager.num_open_caches != len(self.open)
             if not hanging and not waiting:
                 raise Found(f"LogicError: {error}") from error
@@ -168,11 +172,23 @@ class Base:
         if self.refusing is not None:
             self.refusing.heal()
         for gate in self.hangs:
-            gate.open()  # type: ignore[attr-defined]  # an EmulatedGate
+            gate.open()
         self.hangs = []
         self.armed = False
 
     # --- streams
+
+    def hold(self, stream: int) -> None:
+        """Let a stream stand still for some operations: what is queued on it comes late."""
+        gate = self.device.gate(self.own.real[stream] if isinstance(self.own, ReturningDevice) else stream)
+        self.held.append((self.operations + self.rng.randrange(1, 60), gate))
+
+    def let_go(self, now: int | None = None) -> None:
+        """Streams that stand still go on: all of them, or those whose time has come."""
+        for _until, gate in self.held:
+            if now is None or _until <= now:
+                gate.open()
+        self.held = [] if now is None else [(until, gate) for until, gate in self.held if until > now]
 
     def give_stream(self, request: Request) -> int:
         """A stream for a request that has none now."""

@@ -96,7 +96,7 @@ class RequestGrowth(RequestLife):
         tokens: Sequence[int] = request.texts[winner].tokens[request.committed : request.committed + count]
         if rng.random() < 0.3:
             tokens = array(rng.choice(("i", "q", "I")), tokens)
-        ending = width == 1 and count == most and rng.random() < 0.06
+        ending = width == 1 and count == most and rng.random() < 0.1
         if width > 1:
             self.attempt(request, request.cache.commit, tokens, [winner] * count)
         else:

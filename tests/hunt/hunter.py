@@ -29,7 +29,7 @@ WEIGHTS: Final = {
     "advance": 6,
     "rewind": 4,
     "prefetch": 5,
-    "stop": 2,
+    "stop": 5,
     "plan": 2,
     "withdraw": 2,
     "fork": 4,
@@ -90,6 +90,8 @@ class Hunter(WholeManager):
             for name in script:
                 if self.armed and self.refusing is None and self.operations >= self.heal_at:
                     self.heal()
+                if self.held:
+                    self.let_go(self.operations)
                 self.actions[name]()
                 if self.doomed:
                     self.destroy_doomed()
@@ -108,6 +110,8 @@ class Hunter(WholeManager):
     def end(self) -> None:
         """Close, judge, account for every slot, serve again, give everything back."""
         self.heal()
+        self.let_go()
+        self.holding = False
         for request in list(self.open):
             if self.rng.random() < 0.5:
                 self._close(request)

@@ -51,6 +51,8 @@ class Steps(Base):
             if self.disturbed or self.wary:
                 self._expect_memory(step)
             assert request.stream is not None
+            if self.holding and self.rng.random() < 0.05:
+                self.hold(request.stream)
             self.device_call(self.own.launch, request.stream, step)
         request.written += count
         if count or received:

@@ -141,6 +141,7 @@ class WholeManager(RequestGrowth):
     # --- the manager as a whole
 
     def _suspend_all(self) -> bool:
+        self.let_go()  # what follows waits for the device
         for request in list(self.open):
             if request.active and not request.named:
                 self._suspend(request)
@@ -194,6 +195,7 @@ class WholeManager(RequestGrowth):
     def settle(self) -> None:
         """The engine waits for the device; what it finds then is no longer on its way."""
         if not self.armed:
+            self.let_go()
             self.own.synchronize()
 
     # --- faults
