@@ -32,7 +32,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.errors import ConfigError, CorruptedError, LogicError
+from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import (
@@ -307,6 +307,7 @@ class KVCacheManager(ManagerStatistics):
         level = self._level(cache_level)
         size = at_least(quota, "quota", 1)
         yielding = flag(best_efforts, "best_efforts")
+        self._wait_for_transfers("resize()")
         with self._shared.lock, Call(self._shared, "resize()"):
             self._require_all_suspended("resize()")
             current = self._hierarchy.sizings[level]
@@ -331,6 +332,7 @@ class KVCacheManager(ManagerStatistics):
 
         All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
         """
+        self._wait_for_transfers("adjust()")
         with self._shared.lock, Call(self._shared, "adjust()"):
             self._require_all_suspended("adjust()")
             now = self._tuner.clock()  # first: an engine's clock may raise
@@ -391,6 +393,18 @@ class KVCacheManager(ManagerStatistics):
             raise LogicError(f"{call}: {shared.refusal}")
         if held_twice(shared.mutex):
             raise LogicError(shared.why_nested(call))
+
+    def _wait_for_transfers(self, call: str) -> None:
+        """Wait, without the lock, until file transfers in flight have ended, so that others are served meanwhile."""
+        shared = self._shared
+        with shared.lock, Call(shared, call):
+            self._require_all_suspended(call)
+            if shared.hierarchy.transfers_in_flight == 0:
+                return
+        try:
+            shared.driver.synchronize()
+        except KVCacheError as error:
+            _log.info("%s could not wait for all file transfers first: %s", call, error)  # it waits itself for those it needs
 
     def _require_all_suspended(self, call: str) -> None:
         count = 0

@@ -10,7 +10,6 @@ import pytest
 
 from kv_cache_manager_v2 import (
     CorruptedError,
-    KVCacheError,
     KVCacheManager,
     LogicError,
     commit_batch,
@@ -269,33 +268,48 @@ def test_a_shutdown_that_the_device_refuses_can_be_tried_again(scene: Scene) -> 
         manager.create_kv_cache()
 
 
+def answer_during_the_wait(scene: Scene, before: Callable[[], object]) -> list[int]:
+    """Have another thread ask while the device is waited for; what it was told."""
+    answers: list[int] = []
+    synchronize = scene.device.inner.synchronize
+
+    def slow() -> None:
+        delattr(scene.device, "synchronize")  # once
+        asking = threading.Thread(target=lambda: answers.append(scene.manager.probe_reuse(None, toks(0, 8))))
+        asking.start()
+        asking.join(20)
+        before()
+        synchronize()
+
+    setattr(scene.device, "synchronize", slow)  # noqa: B010 (a method of its class)
+    return answers
+
+
 def test_others_are_served_while_shutdown_waits_for_the_device(scene: Scene) -> None:
     """The wait is over before the lock is taken."""
     for cache in scene.opened:
         cache.close()
-    manager = scene.manager
-    waiting = threading.Event()
-    answers: list[object] = []
-    synchronize = scene.device.inner.synchronize
+    answers = answer_during_the_wait(scene, lambda: None)
+    scene.manager.shutdown()
+    assert answers[0] == 8
 
-    def slow() -> BaseException:
-        waiting.set()
-        asking.join(20)
-        synchronize()
-        return KVCacheError("late")
 
-    def ask() -> None:
-        waiting.wait(20)
-        answers.append(manager.probe_reuse(None, toks(100, 108)))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    scene.device.orders = [(scene.device.calls, scene.device.calls + 1, slow)]
-    with pytest.raises(KVCacheError, match="late"):
-        manager.shutdown()
+@pytest.mark.parametrize("call", ["resize", "adjust"])
+def test_others_are_served_while_a_resize_waits_for_files(scene: Scene, call: str) -> None:
+    """A read hangs: probes are answered until it ends."""
+    hanging = scene.device.inner.hang("read_file", 1, None)
+    scene.active.close()
+    scene.ended.close()
+    assert scene.suspended.prefetch(GPU), scene.suspended.last_shortage
+    assert scene.manager.shared.hierarchy.transfers_in_flight > 0
+    answers = answer_during_the_wait(scene, hanging.open)
+    if call == "resize":
+        assert scene.manager.resize(GPU, 3 * GRAIN)
+    else:
+        assert scene.manager.adjust()
     assert len(answers) == 1
-    scene.device.heal()
-    manager.shutdown()
+    scene.device.inner.heal()
+    scene.finish()
 
 
 def test_a_shutdown_inside_a_call_is_refused(scene: Scene) -> None:
