@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import memmove
+from itertools import count
 from typing import Final, SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
-from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
+from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
+from kv_cache_manager_v2.device.process import PROCESS, forked_error
 from kv_cache_manager_v2.emulated.address_space import AddressSpace, read_memory, write_memory
-from kv_cache_manager_v2.emulated.faults import CALLS, EFFECT_ERROR, EFFECT_SHORT, FILE_CALLS, FaultPlan, injected_error
-from kv_cache_manager_v2.emulated.schedules import EagerSchedule, RandomSchedule
-from kv_cache_manager_v2.emulated.streams import (
-    CallOperation,
-    CopyOperation,
-    EmulatedGate,
-    EmulatedTransfer,
-    Event,
-    EventWait,
-    HoldOperation,
-    Schedule,
-    StreamQueue,
-    Tally,
-    TransferStart,
-    TransferWait,
-)
+from kv_cache_manager_v2.emulated.faults import CALLS, EFFECT_ERROR, FILE_CALLS, FaultPlan
+from kv_cache_manager_v2.emulated.files import FileTransfers
+from kv_cache_manager_v2.emulated.schedules import EagerSchedule, RandomSchedule, Schedule
+from kv_cache_manager_v2.emulated.streams import CallOperation, CopyOperation, Event, EventWait, StreamQueue, Tally
 from kv_cache_manager_v2.emulated.threads import ThreadSchedule
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate, HoldOperation
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 
@@ -43,10 +34,14 @@ _SCHEDULES: Final = ("eager", "threads", "random")
 
 
 class EmulatedDriver(IdentifyingDriver):
-    """A device whose memory is host memory. Stream 0 always exists.
+    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use it, on every schedule.
 
-    `transfer_timeout`: after how long a file transfer's gate opens as timed out: a number of driver calls on `eager` and `random`,
-    seconds on `threads`. `stall_timeout_s`: on `threads`, how long a waiting call watches nothing move before it raises.
+    `transfer_timeout`: the time limit of a file transfer, after which its gate opens and its bytes are lost. It is a number of
+    driver calls on `eager` and `random` (1000), and seconds on `threads` (60). `stall_timeout_s`: on `threads`, how long a waiting
+    call watches nothing move before it raises. `io_threads`: on `threads`, how many file transfers run at once.
+
+    What a launched function raises is reported by the next `synchronize`, or `synchronize_event` for an event after it: as a
+    CuError, KeyboardInterrupt and the like as they are. A child of `os.fork()` cannot use the device, and may close it.
     """
 
     def __init__(
@@ -77,13 +72,18 @@ class EmulatedDriver(IdentifyingDriver):
         self._space = self.memory = AddressSpace(GRANULARITY)  # `memory` is internal: views that `extras` makes are noted there
         self._failures = FaultPlan(CALLS)
         self._hangs = FaultPlan(FILE_CALLS)
-        self._queues: dict[int, StreamQueue] = {}  # by stream handle; handles are never used twice
-        self._events: dict[int, Event] = {}  # by event handle; never used twice
-        self._transfers: dict[int, EmulatedTransfer] = {}  # by gate handle; never used twice
-        self._handles = 0  # the last handle given out
+        self._numbers = count(1)  # handles of streams, events and gates; never used twice
+        self._files = FileTransfers(self._schedule, self._space, self._failures, self._hangs, self._numbers)
+        self._queues: dict[int, StreamQueue] = {}  # by stream handle
+        self._events: dict[int, Event] = {}  # by event handle
+        self._forks = PROCESS.forks  # of the process that made this device
         self._closed = False
-        self._queues[DEFAULT_STREAM] = StreamQueue(DEFAULT_STREAM)
-        self._schedule.adopt(self._queues[DEFAULT_STREAM])
+        self._add_stream(DEFAULT_STREAM)
+
+    def _add_stream(self, handle: int) -> None:
+        queue = StreamQueue(handle, self._schedule.failures)
+        self._schedule.adopt(queue)
+        self._queues[handle] = queue
 
     def describe(self) -> str:
         how = f"random (seed {self.seed})" if self.schedule_name == "random" else self.schedule_name
@@ -91,51 +91,70 @@ class EmulatedDriver(IdentifyingDriver):
 
     # --- faults and gates, for tests
 
-    def fail(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1, effect: str = EFFECT_ERROR) -> None:
-        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
+    def fail(
+        self,
+        call: str,
+        nth: SupportsIndex = 1,
+        times: SupportsIndex | None = 1,
+        effect: str = EFFECT_ERROR,
+        error: BaseException | type[BaseException] | None = None,
+    ) -> None:
+        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever), before it has changed anything.
 
-        A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
-        A file transfer is accepted and ends with an error at its gate: EIO, or a short count with effect="short".
+        The call raises `error`, an exception of any class or such a class; without one, OutOfMemoryError if it allocates,
+        HostRegistrationError from `host_register`, else CuError. Without `error` a file transfer is accepted and ends with an error
+        at its gate: EIO, or a short count with effect="short".
         """
-        self._failures.order(call, nth, times, effect)
+        with self._schedule.lock:
+            self._failures.order(call, nth, times, effect, error)
 
     def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
         """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
-        order = self._hangs.order(call, nth, times, EFFECT_ERROR)
-        order.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
-        return order.gate
+        with self._schedule.lock:
+            order = self._hangs.order(call, nth, times, EFFECT_ERROR, None)
+            order.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
+            return order.gate
 
     def heal(self) -> None:
         """Forget all ordered faults; what hangs already still hangs."""
-        self._failures.clear()
-        self._hangs.clear()
+        with self._schedule.lock:
+            self._failures.clear()
+            self._hangs.clear()
 
     def gate(self, stream: SupportsIndex = DEFAULT_STREAM) -> EmulatedGate:
         """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
-        self._advance()
+        self._enter("gate")
         queue = self._queue("gate", whole(stream, "stream"))
-        self._handles += 1
-        gate = EmulatedGate(f"gate {self._handles} on stream {stream}", self._schedule)
+        gate = EmulatedGate(f"gate {next(self._numbers)} on stream {stream}", self._schedule)
         self._schedule.submit(queue, HoldOperation(gate))
         return gate
 
-    def _fail(self, call: str) -> None:
-        """Count the call; raise if it was ordered to fail."""
-        if self._failures.next(call) is not None:
-            raise injected_error(call)
-
-    def _advance(self) -> None:
-        """What every call does first when something is pending."""
+    def _enter(self, call: str) -> None:
+        """What every call does first: let pending work go on, unless the process or the device is not the one it was."""
+        if PROCESS.forks != self._forks:
+            raise forked_error(call)
         if self._schedule.busy:
             self._schedule.advance()
+        if self._closed:
+            raise LogicError(f"{call}: the device is closed")
 
     def _begin(self, call: str) -> None:
+        """As `_enter`, for a call that can be ordered to fail."""
+        if PROCESS.forks != self._forks:
+            raise forked_error(call)
         if self._schedule.busy:
             self._schedule.advance()
         if self._failures.armed:
             self._fail(call)
         if self._closed:
             raise LogicError(f"{call}: the device is closed")
+
+    def _fail(self, call: str) -> None:
+        """Count the call; raise if it was ordered to fail."""
+        with self._schedule.lock:
+            order = self._failures.next(call)
+        if order is not None:
+            raise order.error()
 
     def _queue(self, call: str, stream: int) -> StreamQueue:
         queue = self._queues.get(stream)
@@ -151,12 +170,6 @@ class EmulatedDriver(IdentifyingDriver):
             raise LogicError(f"{call}: no event {event}: never created, or destroyed")
         return found
 
-    def _transfer(self, call: str, gate: int) -> EmulatedTransfer:
-        found = self._transfers.get(gate)
-        if found is None:
-            raise LogicError(f"{call}: no gate {gate}: never returned by a file transfer, or released")
-        return found
-
     # --- device and host memory
 
     def granularity(self) -> int:
@@ -164,39 +177,48 @@ class EmulatedDriver(IdentifyingDriver):
 
     def reserve(self, nbytes: int) -> int:
         self._begin("reserve")
-        return self._space.reserve(nbytes)
+        with self._schedule.lock:
+            return self._space.reserve(nbytes)
 
     def release_reservation(self, address: int, nbytes: int) -> None:
-        self._advance()
-        self._space.release_reservation(address, nbytes)
+        self._begin("release_reservation")
+        with self._schedule.lock:
+            self._space.release_reservation(address, nbytes)
 
     def create_chunk(self, nbytes: int) -> int:
         self._begin("create_chunk")
-        return self._space.create_chunk(nbytes)
+        with self._schedule.lock:
+            return self._space.create_chunk(nbytes)
 
     def destroy_chunk(self, chunk: int) -> None:
-        self._advance()
-        self._space.destroy_chunk(chunk)
+        self._begin("destroy_chunk")
+        with self._schedule.lock:
+            self._space.destroy_chunk(chunk)
 
     def map_chunk(self, address: int, nbytes: int, chunk: int) -> None:
         self._begin("map_chunk")
-        self._space.map_chunk(address, nbytes, chunk)
+        with self._schedule.lock:
+            self._space.map_chunk(address, nbytes, chunk)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        self._advance()
-        self._space.unmap(address, nbytes)
+        self._begin("unmap")
+        with self._schedule.lock:
+            self._space.unmap(address, nbytes)
 
     def set_access(self, address: int, nbytes: int) -> None:
         self._begin("set_access")
-        self._space.set_access(address, nbytes)
+        with self._schedule.lock:
+            self._space.set_access(address, nbytes)
 
     def host_register(self, address: int, nbytes: int) -> None:
         self._begin("host_register")
-        self._space.host_register(address, nbytes)
+        with self._schedule.lock:
+            self._space.host_register(address, nbytes)
 
     def host_unregister(self, address: int, nbytes: int) -> None:
-        self._advance()
-        self._space.host_unregister(address, nbytes)
+        self._begin("host_unregister")
+        with self._schedule.lock:
+            self._space.host_unregister(address, nbytes)
 
     def read_bytes(self, address: SupportsIndex, nbytes: SupportsIndex) -> bytes:
         """The bytes of device or registered host memory as they are now, whatever is still queued."""
@@ -217,36 +239,34 @@ class EmulatedDriver(IdentifyingDriver):
 
     def create_stream(self) -> Stream:
         self._begin("create_stream")
-        self._handles += 1
-        queue = StreamQueue(self._handles)
-        self._queues[self._handles] = queue
-        self._schedule.adopt(queue)
-        return Stream(self._handles)
+        handle = next(self._numbers)
+        self._add_stream(handle)
+        return Stream(handle)
 
     def destroy_stream(self, stream: Stream) -> None:
-        self._advance()
+        self._begin("destroy_stream")
         queue = self._queue("destroy_stream", stream)
         if stream == DEFAULT_STREAM:
             raise LogicError("destroy_stream: stream 0 is the default stream, which always exists")
-        del self._queues[stream]
         self._schedule.retire(queue)
+        del self._queues[stream]
 
     def stream_identity(self, stream: Stream) -> int:
         return stream + 1  # handles are never used twice
 
     def create_event(self) -> int:
         self._begin("create_event")
-        self._handles += 1
-        self._events[self._handles] = Event()
-        return self._handles
+        handle = next(self._numbers)
+        self._events[handle] = Event()
+        return handle
 
     def destroy_event(self, event: int) -> None:
-        self._advance()
+        self._begin("destroy_event")
         self._event("destroy_event", event)
         del self._events[event]
 
     def record_event(self, event: int, stream: Stream) -> None:
-        if self._schedule.busy or self._failures.armed:
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("record_event")
         found = self._event("record_event", event)
         queue = self._queue("record_event", stream)
@@ -254,34 +274,40 @@ class EmulatedDriver(IdentifyingDriver):
         found.target = queue.submitted
 
     def wait_event(self, stream: Stream, event: int) -> None:
-        if self._schedule.busy or self._failures.armed:
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("wait_event")
         found = self._event("wait_event", event)
         queue = self._queue("wait_event", stream)
         other = found.queue
-        if other is not None and other is not queue and other.finished < found.target:
+        if other is not None and other is not queue and other.finished() < found.target:
             self._schedule.submit(queue, EventWait(other, found.target))
 
     def query_event(self, event: int) -> bool:
-        if self._schedule.busy or self._failures.armed:
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("query_event")
         return self._event("query_event", event).complete()
 
     def synchronize_event(self, event: int) -> None:
         self._begin("synchronize_event")
-        found = self._event("synchronize_event", event)
-        if not found.complete():
-            self._schedule.finish(found)
+        self._wait(self._event("synchronize_event", event))
 
     def synchronize(self) -> None:
         """Run all that is queued. LogicError naming the streams and gates if that can never be: a gate of the test is closed."""
         self._begin("synchronize")
-        self._schedule.finish(None)
+        self._wait(None)
+
+    def _wait(self, event: Event | None) -> None:
+        """Run until the event is complete, or everything is, and raise what has failed before it."""
+        if event is None or not event.complete():
+            self._schedule.run_until(event)
+        failure = self._schedule.failures.take(event)
+        if failure is not None:
+            raise failure
 
     # --- work
 
     def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None:
-        if self._schedule.busy or self._failures.armed:
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("copy")
         queue = self._queue("copy", stream)
         if nbytes <= 0:
@@ -297,7 +323,7 @@ class EmulatedDriver(IdentifyingDriver):
             self._schedule.submit(queue, CopyOperation(self._space, self._tally, [destination], [source], nbytes))
 
     def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None:
-        if self._schedule.busy or self._failures.armed:
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("copy_batch")
         queue = self._queue("copy_batch", stream)
         count = len(destinations)
@@ -324,18 +350,22 @@ class EmulatedDriver(IdentifyingDriver):
     def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         self._begin("launch")
         queue = self._queue("launch", stream)
-        if queue.direct:
-            function()
-        else:
-            self._schedule.submit(queue, CallOperation(function))
+        at_once = queue.direct
+        self._schedule.submit(queue, CallOperation(function))
+        if at_once:
+            self._schedule.advance()
 
     # --- files
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfer_files("read_file", stream, fd, [offset], [address], nbytes, [])
+        gates: list[int] = []
+        self._transfer_files("read_file", stream, fd, [offset], [address], nbytes, gates)
+        return gates[0]
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfer_files("write_file", stream, fd, [offset], [address], nbytes, [])
+        gates: list[int] = []
+        self._transfer_files("write_file", stream, fd, [offset], [address], nbytes, gates)
+        return gates[0]
 
     def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
         self._transfer_files("read_file", stream, fd, offsets, addresses, nbytes, gates)
@@ -345,70 +375,29 @@ class EmulatedDriver(IdentifyingDriver):
 
     def _transfer_files(
         self, call: str, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
-    ) -> int:
-        """Returns the last gate, 0 for none."""
-        self._advance()
-        queue = self._queue(call, stream)
-        self._check_size(call, nbytes)
-        if len(offsets) != len(addresses):
-            raise LogicError(f"{call}: {len(offsets)} offsets but {len(addresses)} addresses")
-        if not offsets:
-            return 0
-        if fd < 0 or min(offsets) < 0:
-            raise LogicError(f"{call}: file descriptor {fd} and offset {min(offsets)} must not be negative")
-        if nbytes > 0:
-            self._space.check_hosts(call, addresses, nbytes)
-        transfers: list[EmulatedTransfer] = []
-        for i in range(len(offsets)):
-            transfer = self._schedule.new_transfer(fd, offsets[i], addresses[i], nbytes, call == "write_file", self._space)
-            if self._failures.armed or self._hangs.armed:
-                self._order_faults(call, transfer)
-            self._handles += 1
-            self._transfers[self._handles] = transfer
-            gates.append(self._handles)
-            if queue.direct:  # what goes wrong now is raised, and the others are not queued
-                self._schedule.start([transfer])
-                self._schedule.advance()
-            else:
-                transfers.append(transfer)
-        if transfers:
-            self._schedule.submit(queue, TransferStart(self._schedule, transfers))
-        return gates[-1]
-
-    def _order_faults(self, call: str, transfer: EmulatedTransfer) -> None:
-        order = self._failures.next(call)
-        transfer.broken = order is not None and order.effect == EFFECT_ERROR
-        transfer.short = order is not None and order.effect == EFFECT_SHORT
-        hanging = self._hangs.next(call)
-        transfer.hold = hanging.gate if hanging is not None else None
+    ) -> None:
+        self._enter(call)
+        self._files.submit(call, self._queue(call, stream), fd, offsets, addresses, nbytes, gates)
 
     def wait_gate(self, stream: Stream, gate: int) -> None:
         self.wait_gates(stream, [gate])
 
     def wait_gates(self, stream: Stream, gates: list[int]) -> None:
         self._begin("wait_gate")
-        transfers = [self._transfer("wait_gate", gate) for gate in gates]
-        queue = self._queue("wait_gate", stream)
-        if queue.direct:
-            transfers = [transfer for transfer in transfers if transfer.state == GATE_PENDING]
-        if transfers:
-            self._schedule.submit(queue, TransferWait(transfers))
+        self._files.wait(self._queue("wait_gate", stream), gates)
 
     def poll_gate(self, gate: int) -> int:
-        self._advance()
-        return self._transfer("poll_gate", gate).state
+        if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
+            self._begin("poll_gate")
+        return self._files.transfer("poll_gate", gate).state
 
     def gate_error(self, gate: int) -> str:
-        return self._transfer("gate_error", gate).error
+        self._begin("gate_error")
+        return self._files.transfer("gate_error", gate).error
 
     def release_gate(self, gate: int) -> None:
-        self._advance()
-        transfer = self._transfer("release_gate", gate)
-        if transfer.state == GATE_PENDING:
-            raise LogicError(f"release_gate: gate {gate} is still closed: {transfer.describe()}")
-        if transfer.awaited():
-            raise LogicError(f"release_gate: queued work still waits for gate {gate}: {transfer.describe()}")
-        del self._transfers[gate]
+        self._begin("release_gate")
+        self._files.release(gate)
 
     # --- the books
 
@@ -439,7 +428,7 @@ class EmulatedDriver(IdentifyingDriver):
 
     @property
     def gates_live(self) -> int:
-        return len(self._transfers)
+        return len(self._files.by_gate)
 
     @property
     def chunks_live(self) -> int:
@@ -467,34 +456,41 @@ class EmulatedDriver(IdentifyingDriver):
         found = self._space.leaks()
         found += [f"stream {handle}" for handle in self._queues if handle != DEFAULT_STREAM]
         found += [f"event {handle}" for handle in self._events]
-        found += [f"gate {handle} of the {transfer.describe()}" for handle, transfer in self._transfers.items()]
-        return found
+        return found + self._files.leaks()
 
     def check_invariants(self) -> None:
-        self._space.check_invariants()
-        for handle, queue in self._queues.items():
-            assert queue.handle == handle
-            assert not queue.retired
-            assert queue.finished + len(queue.pending) == queue.submitted
-            assert not (queue.direct and queue.pending)
+        with self._schedule.lock:
+            self._space.check_invariants()
+            for handle, queue in list(self._queues.items()):
+                assert queue.handle == handle
+                assert not queue.retired
+                assert 0 <= queue.finished() <= queue.submitted
+                assert not (queue.direct and queue.pending)
 
     def close(self) -> None:
         if self._closed:
             return
+        if PROCESS.forks != self._forks:
+            self._closed = True  # threads, memory and files are the parent's
+            return
+        self._begin("close")
         stuck = ""
         try:
-            self._schedule.finish(None)
+            self._schedule.run_until(None)
         except LogicError as error:
             stuck = str(error)
-        self._closed = True
         self._schedule.close()
+        self._closed = True
         found = self.leaks()
         self._space.clear()
         self._queues = {}
         self._events = {}
-        self._transfers = {}
+        self._files.by_gate = {}
+        failure = self._schedule.failures.take(None)
         if stuck:
             raise LogicError(f"the device was closed with work that cannot finish: {stuck}")
         if found:
             more = f" and {len(found) - 16} more" if len(found) > 16 else ""
             raise LogicError(f"the device was closed while {len(found)} things were not given back: {'; '.join(found[:16])}{more}")
+        if failure is not None:
+            raise failure

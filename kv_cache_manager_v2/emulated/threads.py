@@ -1,21 +1,29 @@
 """The `threads` schedule: one real worker thread a stream, and the bounded pool of I/O threads for files.
 
 Rule: one lock guards all queues; work itself runs with no lock held. What takes no time - waits that are over, the start of a file
-transfer - is done by whichever thread made it possible, so that a worker is woken for real work only; and a thread that waits for
-the device carries out copies that nobody has begun, since handing over takes longer than a small copy. Nothing waits without a
-limit: when no operation has finished for the stall limit while something is pending, the waiting call raises an error that names
-the stuck streams.
+transfer - is done by the thread that made it possible, so that a worker is woken for real work only. A thread that waits for
+the device carries out copies that no other thread has begun, since handing over takes longer than a small copy. Nothing waits
+without a limit: when no operation has finished for the stall limit while something is pending, the waiting call raises an error
+that names the stuck streams.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from threading import Condition, Lock, RLock, Thread, get_ident
+from threading import Condition, Lock, Thread, get_ident
+from typing import Final
 
 from kv_cache_manager_v2.device.file_transfers import TransferPool
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
-from kv_cache_manager_v2.emulated.streams import ALL_STEPS, EmulatedTransfer, Event, Operation, Schedule, StreamQueue, Tally
-from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.emulated.schedules import INSIDE_A_KERNEL, Schedule
+from kv_cache_manager_v2.emulated.streams import ALL_STEPS, Event, Operation, StreamQueue, Tally
+from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer
+from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
+
+_LOOK_AGAIN_S: Final = 5.0  # a sleeping worker looks at least so often: an interrupted thread may have failed to wake it
+
+_log: Final = logging.getLogger(__name__)
 
 
 class PooledTransfer(EmulatedTransfer):
@@ -33,13 +41,13 @@ class PooledTransfer(EmulatedTransfer):
         try:
             error = super().perform()
         except LogicError as misuse:
-            self.schedule.report(misuse)
+            self.schedule.failures.add(None, misuse)
             return str(misuse)
         self.schedule.tally.add_transfer(self.nbytes)
         return error
 
     def opened(self) -> None:
-        """Who waits for others besides is let through by the last of them."""
+        """Streams that wait for other gates besides are let through by the last of them."""
         waits = self.waits
         for wait in waits:
             if not wait.blocked():
@@ -55,50 +63,56 @@ class StreamWorker:
     def __init__(self, schedule: ThreadSchedule, queue: StreamQueue) -> None:
         self.schedule = schedule
         self.queue = queue
-        self.running = False  # somebody runs the stream's first operation ...
-        self.runner = 0  # ... the thread of this number, if it is real work; else 0
         self._asleep = False
         self._bell = Lock()  # released to wake the thread
         self._bell.acquire()
 
-    def begin(self) -> None:
-        """The lock is held: the caller is going to run the stream's first operation."""
-        self.running = True
-        self.schedule.executing += 1
-
     def run_first(self) -> None:
-        """No lock held, after `begin`."""
-        failure: Exception | None = None
-        self.runner = get_ident()
+        """Run the stream's first operation; no lock held, and the stream's runner is this thread. What raises is over, and its
+        error is kept; an interruption leaves the operation to the worker."""
+        queue = self.queue
+        done = False
         try:
-            self.queue.pending[0].run(ALL_STEPS)
-        except Exception as caught:  # raised again by the next driver call
-            failure = caught
-        finally:  # also when a host thread that helps is interrupted: nobody else would go on with the stream
-            self.runner = 0
-            self.schedule.finished(self, failure)
+            done = queue.pending[0].run(queue, ALL_STEPS)
+        except Exception as error:
+            queue.fail(error)
+            done = True
+        finally:
+            self.schedule.ended(self, done)
 
     def ring(self) -> None:
-        """The lock is held: let the thread look for work."""
+        """Let the thread look for work. The lock is held."""
         if self._asleep:
-            self._asleep = False
-            self._bell.release()
+            if self._bell.locked():
+                self._bell.release()
+            self._asleep = False  # last: a call that is interrupted before leaves it to the next one to wake the thread
 
     def work(self) -> None:
-        while True:
-            with self.schedule.lock:
-                if self.schedule.lets_go(self):
-                    return
-                queue = self.queue
-                found = bool(queue.pending) and not self.running and not queue.pending[0].instant()
-                if found:
-                    self.begin()
-                else:
-                    self._asleep = True
+        """The thread's life."""
+        more = True
+        while more:
+            try:
+                more = self._turn()
+            except Exception:  # whatever it is, the stream must go on
+                _log.exception("stream %d: its thread met an unexpected error and goes on", self.queue.handle)
+
+    def _turn(self) -> bool:
+        """Do what there is, or sleep; False when the thread shall end."""
+        queue = self.queue
+        with self.schedule.lock:
+            if self.schedule.retires(self):
+                return False
+            found = len(queue.pending) > 0 and not queue.runner and not queue.pending[0].instant()
             if found:
-                self.run_first()
+                queue.runner = get_ident()
             else:
-                self._bell.acquire()
+                self._asleep = True
+        if found:
+            self.run_first()
+        else:
+            self._bell.acquire(timeout=_LOOK_AGAIN_S)
+            self._asleep = False
+        return True
 
 
 class ThreadSchedule(Schedule):
@@ -107,15 +121,12 @@ class ThreadSchedule(Schedule):
     def __init__(self, tally: Tally, timeout_s: float, stall_s: float, io_threads: int) -> None:
         super().__init__(tally)
         self.stall_s = stall_s  # how long a waiting call watches nothing happen before it gives up
-        self.pool = TransferPool(io_threads, timeout_s)
-        self.lock = RLock()  # may be held when the pool's is taken, never the other way round
-        self.executing = 0  # operations being run right now
+        self.pool = TransferPool(io_threads, timeout_s)  # its lock may be taken while ours is held, never the other way round
         self._complete = Condition(self.lock)  # something that a host thread waits for is over
         self._let_go = Condition(self.lock)  # a gate was opened, perhaps that of a hanging transfer
         self._workers: dict[int, StreamWorker] = {}  # by stream handle: streams that have a worker thread
         self._awaited: list[Event | None] = []  # what host threads wait for; None: everything
         self._progress = 0  # operations finished and gates opened, ever
-        self._failure: Exception | None = None  # what queued work raised and nobody has seen
         self._closing = False
 
     def adopt(self, queue: StreamQueue) -> None:
@@ -133,18 +144,28 @@ class ThreadSchedule(Schedule):
 
     def submit(self, queue: StreamQueue, operation: Operation) -> None:
         with self.lock:
-            queue.pending.append(operation)
-            queue.submitted += 1
             worker = self._workers.get(queue.handle)
             if worker is None:
-                worker = StreamWorker(self, queue)
-                self._workers[queue.handle] = worker
-                Thread(target=worker.work, name=f"kvcm-stream-{queue.handle}", daemon=True).start()
-            if len(queue.pending) == 1 and self._pass(worker):
+                worker = self._start_worker(queue)
+            queue.add(operation)
+            if not queue.runner and self._pass(worker):
                 self._pass_all()
 
-    def start(self, transfers: list[EmulatedTransfer]) -> None:
-        self.pool.submit_all(list(transfers))
+    def _start_worker(self, queue: StreamQueue) -> StreamWorker:
+        worker = StreamWorker(self, queue)
+        try:
+            Thread(target=worker.work, name=f"kvcm-stream-{queue.handle}", daemon=True).start()
+        except RuntimeError as error:
+            raise OutOfMemoryError(
+                f"the process cannot start a thread for stream {queue.handle} ({error}); raise the limit on processes or memory"
+            ) from error
+        self._workers[queue.handle] = worker  # last: until here an interruption leaves a thread that finds no work
+        return worker
+
+    def start(self, transfer: EmulatedTransfer) -> None:
+        if not transfer.started:
+            self.pool.submit(transfer)
+            transfer.started = True
 
     def changed(self) -> None:
         with self.lock:
@@ -153,74 +174,65 @@ class ThreadSchedule(Schedule):
             self._let_go.notify_all()
 
     def advance(self) -> None:
-        if self._failure is not None:
-            with self.lock:
-                failure = self._failure
-                self._failure = None
-                self.busy = False
-            if failure is not None:
-                raise failure
+        """The threads do it."""
 
-    def finished(self, worker: StreamWorker, failure: Exception | None) -> None:
-        """The stream's first operation is over."""
+    def ended(self, worker: StreamWorker, done: bool) -> None:
+        """A thread no longer runs the stream's first operation."""
+        queue = worker.queue
         with self.lock:
-            worker.running = False
-            self.executing -= 1
-            self._pop(worker.queue)
-            if failure is not None:
-                self._keep(failure)
-            if self._closing or (worker.queue.retired and not worker.queue.pending):
-                worker.ring()  # perhaps it shall end, and somebody else has run its last operation
+            if done:
+                self._pop(queue)
+            queue.runner = 0
+            if not done or self._closing or (queue.retired and not queue.pending):
+                worker.ring()
             self._pass_all()
 
-    def lets_go(self, worker: StreamWorker) -> bool:
-        """The lock is held: whether the worker's thread shall end."""
+    def retires(self, worker: StreamWorker) -> bool:
+        """Whether the worker's thread shall end: then it is none of ours any more. The lock is held."""
         queue = worker.queue
-        if worker.running or not (self._closing or (queue.retired and not queue.pending)):
+        if queue.runner or not (self._closing or (queue.retired and not queue.pending)):
             return False
-        del self._workers[queue.handle]
+        if self._workers.get(queue.handle) is worker:
+            del self._workers[queue.handle]
         self._complete.notify_all()
         return True
 
-    def report(self, failure: Exception) -> None:
-        """Something went wrong that the next call to the driver shall raise."""
-        with self.lock:
-            self._keep(failure)
-
     # --- inside; the lock is held
-
-    def _keep(self, failure: Exception) -> None:
-        if self._failure is None:
-            self._failure = failure
-            self.busy = True
 
     def _pop(self, queue: StreamQueue) -> None:
         queue.pending.popleft()
-        queue.finished += 1
         self._progress += 1
 
     def _pass(self, worker: StreamWorker) -> bool:
         """Do what takes no time at the front of a stream, and wake its worker for what comes then; whether anything was done."""
         queue = worker.queue
         moved = False
-        while queue.pending and not worker.running:
+        while queue.pending and not queue.runner:
             operation = queue.pending[0]
             if not operation.instant():
                 worker.ring()
                 break
             if operation.blocked():
                 break
-            worker.running = True  # starting a transfer may open its gate at once, which comes back here
-            try:
-                operation.run(ALL_STEPS)
-            except Exception as caught:
-                self._keep(caught)
-            worker.running = False
-            self._pop(queue)
+            self._run_instant(queue, operation)
             moved = True
         if queue.retired and not queue.pending:
             worker.ring()
         return moved
+
+    def _run_instant(self, queue: StreamQueue, operation: Operation) -> None:
+        try:
+            try:
+                queue.runner = get_ident()  # starting a transfer may open its gate at once, which comes back to `_pass`
+                operation.run(queue, ALL_STEPS)
+                self._pop(queue)
+            except Exception as error:
+                queue.fail(error)
+                self._pop(queue)
+            finally:
+                queue.runner = 0
+        finally:
+            queue.runner = 0  # also if the line before was interrupted
 
     def _pass_all(self) -> None:
         """Something has moved: so may what waited for it, streams and host threads."""
@@ -238,15 +250,24 @@ class ThreadSchedule(Schedule):
     def _over(self, event: Event | None) -> bool:
         return self.idle() if event is None else event.complete()
 
-    def _begin_copy(self, event: Event | None) -> StreamWorker | None:
-        """A worker whose stream's first operation is a copy that nobody has begun, and that the event waits for."""
+    def _claim_copy(self, event: Event | None, me: int) -> StreamWorker | None:
+        """A worker whose stream's first operation is a copy that nobody has begun, and that the event waits for: this thread runs
+        it."""
         for worker in self._workers.values():
             queue = worker.queue
             wanted = event is None or event.queue is queue
-            if wanted and queue.pending and not worker.running and queue.pending[0].shareable():
-                worker.begin()
+            if wanted and queue.pending and not queue.runner and queue.pending[0].shareable():
+                queue.runner = me
                 return worker
         return None
+
+    def _end_claims(self, me: int) -> None:
+        """This thread was interrupted: what it was about to run is its worker's."""
+        with self.lock:
+            for worker in self._workers.values():
+                if worker.queue.runner == me:
+                    worker.queue.runner = 0
+                    worker.ring()
 
     # --- waiting
 
@@ -261,39 +282,52 @@ class ThreadSchedule(Schedule):
                 self._let_go.wait()
         return True
 
-    def finish(self, event: Event | None) -> None:
+    def run_until(self, event: Event | None) -> None:
         me = get_ident()
-        while True:
-            with self.lock:
-                if me in [worker.runner for worker in self._workers.values()]:
-                    raise LogicError("a function that runs on a stream must not wait for the device: it would wait for itself")
-                worker = self._wait(event)
-            if worker is None:
-                break
-            worker.run_first()
-        self.advance()
-
-    def _wait(self, event: Event | None) -> StreamWorker | None:
-        """Wait until the event, or everything, is over: None; or until there is a copy to help with, which has been begun."""
-        self._awaited.append(event)
+        with self.lock:
+            if me in [worker.queue.runner for worker in self._workers.values()]:
+                raise LogicError(INSIDE_A_KERNEL)
         try:
+            helping = True
+            while helping:
+                with self.lock:
+                    worker = self._wait(event, me)
+                helping = worker is not None
+                if worker is not None:
+                    worker.run_first()
+        except BaseException:
+            self._end_claims(me)
+            raise
+
+    def _wait(self, event: Event | None, me: int) -> StreamWorker | None:
+        """Wait until the event, or everything, is over: None; or until there is a copy to help with, which this thread then has."""
+        try:
+            self._awaited.append(event)
+            self._pass_all()  # what an interrupted call has left to be done
             seen = self._progress
             end = time.monotonic() + self.stall_s
             while not self._over(event):
-                worker = self._begin_copy(event)
+                worker = self._claim_copy(event, me)
                 if worker is not None:
                     return worker
                 now = time.monotonic()
-                if self._progress != seen or self.executing > 0 or self.pool.outstanding() > 0:
+                if self._progress != seen or self._executing() or self.pool.outstanding() > 0:
                     seen = self._progress
                     end = now + self.stall_s
                 elif now >= end:
                     lines = [worker.queue.describe() for worker in self._workers.values() if worker.queue.pending]
                     raise LogicError(f"nothing has moved for {self.stall_s:g} s: {'; '.join(lines)}")
-                self._complete.wait(min(self.stall_s, max(0.001, end - now)))
+                self._complete.wait(min(1.0, max(0.001, end - now)))
         finally:
-            self._awaited.remove(event)
+            if event in self._awaited:
+                self._awaited.remove(event)
         return None
+
+    def _executing(self) -> bool:
+        for worker in self._workers.values():  # noqa: SIM110 (a generator is slow in the compiled build)
+            if worker.queue.runner:
+                return True
+        return False
 
     def idle(self) -> bool:
         for worker in list(self._workers.values()):
@@ -310,4 +344,3 @@ class ThreadSchedule(Schedule):
             while self._workers:
                 self._complete.wait()
         self.pool.close()
-        self.advance()

@@ -11,7 +11,7 @@ import pytest
 
 import kv_cache_manager_v2
 from kv_cache_manager_v2 import ConfigError, KVCacheError, LogicError
-from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from tests.arguments.scene import Scene
 from tests.arguments.stubs import CLASSES, TREES, Door, Parameter, atoms, bases, doors, exported, is_abstract, is_enum, is_record
 from tests.arguments.values import INTEGERS, valid_arguments, wrong

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kv_cache_manager_v2.device.arenas import ChunkPool, DeviceArena, DiskArena, HostArena
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
-from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.ids import Stream
 
 SCHEDULES = ("eager", "threads", "random")

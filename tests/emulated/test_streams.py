@@ -186,24 +186,6 @@ def test_destroyed_streams_and_events_are_refused(schedule: str) -> None:
             r.driver.destroy_stream(DEFAULT_STREAM)
 
 
-@every_schedule
-def test_what_a_kernel_raises_is_seen_by_the_next_call(schedule: str) -> None:
-    """An exception of a launched function reaches the caller once, and the stream goes on."""
-    with rig(schedule) as r:
-        gate = r.driver.gate(r.streams[0])
-
-        def broken() -> None:
-            raise ValueError("kernel fault")
-
-        ran: list[int] = []
-        r.driver.launch(r.streams[0], broken)
-        r.driver.launch(r.streams[0], lambda: ran.append(1))
-        with pytest.raises(ValueError, match="kernel fault"):
-            r.let_go(gate)
-        r.driver.synchronize()
-        assert ran == [1]
-
-
 def test_a_kernel_must_not_wait_for_its_own_device() -> None:
     """A kernel that synchronizes would wait for itself: an error, which the next call raises where the kernel has a thread."""
     for schedule in ("eager", "random", "threads"):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, PlannedDropHandle, ReuseScope
-from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.errors import CuError, OutOfMemoryError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.storage.page import Page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from tests.simulation import conduct
 from tests.simulation.model import Kind, Token
 from tests.simulation.scene import Live

@@ -11,9 +11,7 @@ from typing import Final, SupportsFloat, SupportsIndex
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS
 from kv_cache_manager_v2.emulated.faults import EFFECT_ERROR
-from kv_cache_manager_v2.emulated.streams import (
-    EmulatedGate,
-)
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.ids import Stream
 
 GRANULARITY: Final[int]
@@ -21,10 +19,14 @@ DEFAULT_STREAM: Final[Stream]
 DEFAULT_TIMEOUT_CALLS: Final = 1000
 
 class EmulatedDriver(IdentifyingDriver):
-    """A device whose memory is host memory. Stream 0 always exists.
+    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use it, on every schedule.
 
-    `transfer_timeout`: after how long a file transfer's gate opens as timed out: a number of driver calls on `eager` and `random`,
-    seconds on `threads`. `stall_timeout_s`: on `threads`, how long a waiting call watches nothing move before it raises.
+    `transfer_timeout`: the time limit of a file transfer, after which its gate opens and its bytes are lost. It is a number of
+    driver calls on `eager` and `random` (1000), and seconds on `threads` (60). `stall_timeout_s`: on `threads`, how long a waiting
+    call watches nothing move before it raises. `io_threads`: on `threads`, how many file transfers run at once.
+
+    What a launched function raises is reported by the next `synchronize`, or `synchronize_event` for an event after it: as a
+    CuError, KeyboardInterrupt and the like as they are. A child of `os.fork()` cannot use the device, and may close it.
     """
 
     schedule_name: str
@@ -39,11 +41,19 @@ class EmulatedDriver(IdentifyingDriver):
         io_threads: SupportsIndex = BUFFERED_IO_THREADS,
     ) -> None: ...
     def describe(self) -> str: ...
-    def fail(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1, effect: str = EFFECT_ERROR) -> None:
-        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever).
+    def fail(
+        self,
+        call: str,
+        nth: SupportsIndex = 1,
+        times: SupportsIndex | None = 1,
+        effect: str = EFFECT_ERROR,
+        error: BaseException | type[BaseException] | None = None,
+    ) -> None:
+        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever), before it has changed anything.
 
-        A call that allocates raises OutOfMemoryError, `host_register` HostRegistrationError, others CuError, nothing being changed.
-        A file transfer is accepted and ends with an error at its gate: EIO, or a short count with effect="short".
+        The call raises `error`, an exception of any class or such a class; without one, OutOfMemoryError if it allocates,
+        HostRegistrationError from `host_register`, else CuError. Without `error` a file transfer is accepted and ends with an error
+        at its gate: EIO, or a short count with effect="short".
         """
 
     def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
