@@ -125,10 +125,12 @@ class Base:
             if not self.armed:
                 raise Found(f"an error without a fault: {type(error).__name__}: {error}") from error
             self.outcomes[f"refused {type(error).__name__}"] += 1
+            self.note(f"refused: {error}")
         except (CorruptedError, ConfigError) as error:
             raise Found(f"{type(error).__name__}: {error}") from error
         except LogicError as error:
             hanging = (self.hangs or self.held) and "gate" in str(error)
+            self.note(f"refused: {error}")
             self.let_go()
             waiting = self.armed and request is None and self.manager.num_open_caches != len(self.open)
             if not hanging and not waiting:
@@ -180,6 +182,7 @@ class Base:
 
     def hold(self, stream: int) -> None:
         """Let a stream stand still for some operations: what is queued on it comes late."""
+        self.note(f"stream {stream} stands still")
         gate = self.device.gate(self.own.real[stream] if isinstance(self.own, ReturningDevice) else stream)
         self.held.append((self.operations + self.rng.randrange(1, 60), gate))
 
