@@ -188,8 +188,7 @@ class WholeManager(RequestGrowth):
             raise Found("events are missing")
 
     def check(self) -> None:
-        self.operations += 1
-        self.manager.check_invariants()
+        self.attempt(None, self.manager.check_invariants)
         self.device.check_invariants()
 
     def settle(self) -> None:
