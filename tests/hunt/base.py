@@ -27,7 +27,7 @@ from kv_cache_manager_v2 import (
     PageDataLostError,
     ReuseScope,
 )
-from kv_cache_manager_v2.emulated.streams import EmulatedGate
+from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from tests.hunt.devices import RefusingDevice, ReturningDevice, returning_device
 from tests.hunt.memory import GroupMemory, map_memory
 from tests.hunt.requests import Request
