@@ -191,6 +191,8 @@ class CudaDriver(IdentifyingDriver):
         if self._closed:
             return
         self._closed = True
+        if self._context.inherited():
+            return  # threads, context and memory are the parent's
         leaks: list[str] = []
         failures: list[str] = []
         steps: list[Callable[[], list[str]]] = [self._finish, self._streams.give_back_all, self._memory.give_back_all]

@@ -10,6 +10,7 @@ import importlib
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kv_cache_manager_v2.device.process import PROCESS, forked_error
 from kv_cache_manager_v2.errors import CuError, DeviceUnavailableError, LogicError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class CudaContext:
         self._cuCtxPopCurrent = api.cuCtxPopCurrent
         self._cuCtxSynchronize = api.cuCtxSynchronize
         self._closed = False
+        self._forks = PROCESS.forks
         self._context = 0  # the driver's handle
         self._retained = False  # the context is the primary one and ours to release
         self.ordinal: Final = ordinal  # of the device, among those visible to the process
@@ -126,10 +128,16 @@ class CudaContext:
     def __enter__(self) -> None:
         if self._closed:
             raise LogicError(f"the driver of CUDA device {self.ordinal} is closed")
+        if self.inherited():
+            raise forked_error(f"CUDA device {self.ordinal}")
         self.check("cuCtxPushCurrent", self._cuCtxPushCurrent(self._context))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.check("cuCtxPopCurrent", self._cuCtxPopCurrent())
+
+    def inherited(self) -> bool:
+        """Whether this process is a child of the one that made the context, in which CUDA does not work."""
+        return PROCESS.forks != self._forks
 
     def synchronize(self) -> None:
         """Block the host until all work of the context is complete."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED
+from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, Driver
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, map_range, unmap_range
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
-from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, OutOfMemoryError
+from kv_cache_manager_v2.emulated.faults import CALLS
+from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, KVCacheError, LogicError, OutOfMemoryError
 from kv_cache_manager_v2.ids import Stream
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig
 
@@ -170,3 +171,103 @@ def test_a_real_short_read_is_an_error() -> None:
         assert "errno 9" in r.driver.gate_error(bad)
         r.driver.release_gate(gate)
         r.driver.release_gate(bad)
+
+
+class Foreign(BaseException):
+    """A class that the package has never heard of."""
+
+
+def test_every_call_of_the_seam_can_be_told_to_fail() -> None:
+    """All but the questions about the device itself; the calls for many files or gates count as the call for one."""
+    seam = {name for name in dir(Driver) if not name.startswith("_") and callable(getattr(Driver, name))}
+    assert set(CALLS) == seam - {"describe", "granularity", "read_files", "write_files", "wait_gates"}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt("given"), Foreign, MemoryError()], ids=repr)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_fails_with_the_exception_that_was_ordered(call: str, error: BaseException | type[BaseException] | None) -> None:
+    """Before anything is changed, as often as ordered; the same call then works."""
+    with rig("eager") as r:
+        driver = EmulatedDriver()
+        stream = driver.create_stream()
+        event, range_address = driver.create_event(), driver.reserve(2 * GRANULARITY)
+        chunk, spare = driver.create_chunk(GRANULARITY), driver.create_chunk(GRANULARITY)
+        driver.map_chunk(range_address, GRANULARITY, chunk)
+        host, fresh = map_range(PAGE_BYTES), map_range(PAGE_BYTES)
+        driver.host_register(host, PAGE_BYTES)
+        gate = driver.read_file(stream, r.disk.fd, 0, host, 0)
+        empty = driver.reserve(GRANULARITY)
+        arguments: dict[str, tuple[object, ...]] = {
+            "reserve": (GRANULARITY,),
+            "release_reservation": (empty, GRANULARITY),
+            "create_chunk": (GRANULARITY,),
+            "destroy_chunk": (spare,),
+            "map_chunk": (range_address + GRANULARITY, GRANULARITY, spare),
+            "unmap": (range_address, GRANULARITY),
+            "set_access": (range_address, GRANULARITY),
+            "host_register": (fresh, PAGE_BYTES),
+            "host_unregister": (host, PAGE_BYTES),
+            "destroy_stream": (stream,),
+            "destroy_event": (event,),
+            "record_event": (event, stream),
+            "wait_event": (stream, event),
+            "query_event": (event,),
+            "synchronize_event": (event,),
+            "copy": (stream, host, host, 1),
+            "copy_batch": (stream, [host], [host], 1),
+            "launch": (stream, lambda: None),
+            "read_file": (stream, r.disk.fd, 0, host, 1),
+            "write_file": (stream, r.disk.fd, 0, host, 1),
+            "wait_gate": (stream, gate),
+            "poll_gate": (gate,),
+            "gate_error": (gate,),
+            "release_gate": (gate,),
+        }
+        given = arguments.get(call, ())
+        expected: type[BaseException] = KVCacheError
+        if error is not None:
+            expected = error if isinstance(error, type) else type(error)
+        before = driver.leaks()
+        if error is not None or call not in ("read_file", "write_file"):
+            driver.fail(call, times=2, error=error)
+            for _i in range(2):
+                with pytest.raises(expected):
+                    getattr(driver, call)(*given)
+            assert driver.leaks() == before
+            driver.check_invariants()
+        if call != "close":
+            getattr(driver, call)(*given)
+        driver.heal()
+        abandon(driver)
+        for address in (host, fresh):
+            unmap_range(address, PAGE_BYTES)
+
+
+def abandon(driver: EmulatedDriver) -> None:
+    """The device is closed with what the test took and did not give back."""
+    with pytest.raises(LogicError, match="not given back"):
+        driver.close()
+
+
+def test_a_refused_transfer_among_many_leaves_those_before_it() -> None:
+    """The gates of the ones that were queued are known to the caller, and no others."""
+    with rig("eager") as r:
+        gates: list[int] = []
+        addresses = [r.host.address(slot) for slot in range(4)]
+        offsets = [r.disk.address(slot) for slot in range(4)]
+        r.driver.fail("write_file", nth=3, error=RuntimeError)
+        with pytest.raises(RuntimeError, match="injected"):
+            r.driver.write_files(r.streams[0], r.disk.fd, offsets, addresses, SLOT_BYTES, gates)
+        assert len(gates) == r.driver.gates_live == 2
+        for gate in gates:
+            assert r.driver.poll_gate(gate) == GATE_DONE
+            r.driver.release_gate(gate)
+
+
+def test_an_order_that_raises_no_exception_is_refused() -> None:
+    driver = EmulatedDriver()
+    with pytest.raises(ConfigError, match="must be an exception"):
+        driver.fail("copy", error=int)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no other effect"):
+        driver.fail("read_file", effect="short", error=OSError)
+    driver.close()
