@@ -5,6 +5,7 @@ The public face: names are re-exported here and nothing is decided here. Start w
 
 from __future__ import annotations
 
+from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.config import (
@@ -21,7 +22,7 @@ from kv_cache_manager_v2.config import (
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.diagnostics import num_live_managers, poison_reason, take_poison
+from kv_cache_manager_v2.diagnostics import BACKEND, NDEBUG, num_live_managers, poison_reason, take_poison
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.disagg.page_matching import TransferPlan, match_page_tables
 from kv_cache_manager_v2.disagg.page_table import KVCachePageTable, page_table_of
@@ -38,6 +39,7 @@ from kv_cache_manager_v2.errors import (
     OutOfMemoryError,
     OutOfPagesError,
     PageDataLostError,
+    UnknownBufferError,
 )
 from kv_cache_manager_v2.events.hashes import v1_block_hash
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
@@ -56,6 +58,7 @@ from kv_cache_manager_v2.events.records import (
 )
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
+    CACHE_LEVEL1,
     DEFAULT_BEAM_INDEX,
     GPU_LEVEL,
     PRIORITY_DEFAULT,
@@ -63,16 +66,23 @@ from kv_cache_manager_v2.ids import (
     BlockOrdinal,
     CacheLevel,
     CacheTier,
+    CudaStream,
     DataRole,
     LayerGroupId,
     LayerId,
     LifeCycleId,
+    MemAddress,
     PageIndexMode,
     PageStatus,
     PoolGroupId,
+    PoolGroupIndex,
     PoolId,
+    PoolIndex,
+    Priority,
+    SlidingWindowSize,
     SlotId,
     Stream,
+    TokenId,
 )
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
@@ -102,6 +112,8 @@ from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 _KVCache = KVCache  # the reference's name
+KvCacheStatus = CacheStatus  # likewise
+_cpp_introspection = _introspection  # not None: tokens are taken as int32 buffers
 _KV_CACHE_ITERATION_STATS_DELTA_FIELDS = ITERATION_FIELDS  # likewise
 
 find_old_paths()
@@ -112,6 +124,7 @@ __all__ = [
     "KVCache",
     "_KVCache",
     "CacheStatus",
+    "KvCacheStatus",
     "ReuseScope",
     "Shortage",
     "ResizeResult",
@@ -122,6 +135,8 @@ __all__ = [
     "num_live_managers",
     "poison_reason",
     "take_poison",
+    "BACKEND",
+    "NDEBUG",
     # configuration
     "KVCacheManagerConfig",
     "GpuCacheTierConfig",
@@ -213,6 +228,14 @@ __all__ = [
     "PageStatus",
     "PoolGroupId",
     "PoolId",
+    "CACHE_LEVEL1",
+    "CudaStream",
+    "TokenId",
+    "MemAddress",
+    "Priority",
+    "PoolIndex",
+    "PoolGroupIndex",
+    "SlidingWindowSize",
     "SlotId",
     "Stream",
     # errors
@@ -227,4 +250,5 @@ __all__ = [
     "OutOfMemoryError",
     "OutOfPagesError",
     "PageDataLostError",
+    "UnknownBufferError",
 ]

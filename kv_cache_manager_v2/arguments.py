@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final, NoReturn, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kv_cache_manager_v2.errors import ConfigError
@@ -61,6 +64,22 @@ def given(record: object, field: str) -> object:
     """What a user put into a field: read by its name, since the compiled build would not read it as a type that it is not."""
     value: object = getattr(record, field)
     return value
+
+
+def renamed(old: str, new: str, value: _T) -> _T:
+    """The argument of a parameter by its old name, which works for one release; warns."""
+    deprecated(f"the parameter {old} is now {new}; the old name goes with the next release")
+    return value
+
+
+def deprecated(message: str) -> None:
+    """Warn at the line that called the package. Looks at the frames, since a compiled call has none."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("kv_cache_manager_v2."):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, DeprecationWarning, stacklevel=level)
 
 
 # --- numbers
@@ -133,9 +152,9 @@ def unsigned_or_none(value: object, name: str) -> int | None:
     return None if value is None else unsigned(value, name)
 
 
-def request_id(value: object) -> int | None:
+def request_id(value: object, name: str = "id") -> int | None:
     """An engine's own number of a request, or None for none."""
-    return unsigned_or_none(value, "id")
+    return unsigned_or_none(value, name)
 
 
 # --- single values of other types

@@ -1,12 +1,27 @@
-"""What can be asked of all managers of this process together.
+"""What can be asked of the package, and of all managers of this process together.
 
 Rule: each call asks every living manager in turn; the same questions exist on each manager.
 """
 
 from __future__ import annotations
 
+import os
+from typing import Final
+
+from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.request.call import poison_of, take_poison_of
 from kv_cache_manager_v2.request.live_managers import LIVE
+
+BACKEND: Final[str] = "mypyc" if COMPILED else "python"  # what runs this package
+DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # either set to 1: check every structure after every public call
+
+
+def debug_wanted() -> bool:
+    """Whether the environment asks for checks of every structure after every public call."""
+    return any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
+
+
+NDEBUG: Final[bool] = not debug_wanted()  # as of the import; a manager looks when it is made
 
 
 def num_live_managers() -> int:

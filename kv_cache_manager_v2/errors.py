@@ -20,6 +20,14 @@ class ConfigError(KVCacheError, ValueError, AssertionError):
 
 
 @mypyc_attr(native_class=False)
+class UnknownBufferError(ConfigError, KeyError):
+    """A layer or a role that the configuration does not have; engines ask so whether there is one, and catch KeyError."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@mypyc_attr(native_class=False)
 class LogicError(KVCacheError, RuntimeError, AssertionError):
     """A call that the object's present state does not allow."""
 

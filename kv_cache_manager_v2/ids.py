@@ -21,6 +21,13 @@ BlockOrdinal = NewType("BlockOrdinal", int)  # position of a block in its sequen
 BeamIndex = NewType("BeamIndex", int)
 Stream: TypeAlias = int  # the driver's handle of a stream, as the engine passes it
 Point = NewType("Point", int)  # a point in one stream's order; see device/timeline.py
+CudaStream: TypeAlias = Stream
+TokenId: TypeAlias = int
+MemAddress: TypeAlias = int
+Priority: TypeAlias = int
+PoolIndex = PoolId
+PoolGroupIndex = PoolGroupId
+SlidingWindowSize: TypeAlias = int | None  # tokens; None: full attention
 DataRole: TypeAlias = str  # what a buffer of a layer is for: "key", "value", "key_scale", ...
 
 
@@ -52,6 +59,7 @@ class PageIndexMode(IntEnum):
 
 
 GPU_LEVEL: Final = CacheLevel(0)
+CACHE_LEVEL1: Final = CacheLevel(1)  # the first level below the GPU
 DEFAULT_BEAM_INDEX: Final = BeamIndex(0)
 BAD_PAGE_INDEX: Final = -1  # the index of a block that has no page
 NULL_POINT: Final = Point(0)  # long past in every order: waiting for it is a no-op

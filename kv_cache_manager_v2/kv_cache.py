@@ -8,7 +8,6 @@ used by different threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, SupportsIndex
 
@@ -16,7 +15,7 @@ from kv_cache_manager_v2.arguments import (
     Integers,
     at_least,
     flag,
-    page_index_mode,
+    renamed,
     request_id,
     unsigned,
     unsigned_or_none,
@@ -24,14 +23,12 @@ from kv_cache_manager_v2.arguments import (
     whole_or_none,
 )
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DEFAULT_BEAM_INDEX, NULL_POINT, PageIndexMode, Stream
-from kv_cache_manager_v2.layout.page_index import ScratchDesc
-from kv_cache_manager_v2.request import batch, beams, counts, growth, planned_drop, residency, scratch
+from kv_cache_manager_v2.ids import NULL_POINT, Stream
+from kv_cache_manager_v2.page_index_views import PageIndexViews
+from kv_cache_manager_v2.request import batch, beams, counts, growth, planned_drop, residency
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
-from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.call import Call
-from kv_cache_manager_v2.request.page_index_row import PageIndexRow
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
@@ -45,21 +42,19 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
-class KVCache:
-    """Where one request's keys and values live; made by `KVCacheManager.create_kv_cache`, closed by `close()` or a `with` block.
+class KVCache(PageIndexViews):
+    """The keys and values of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
 
-    Three lengths, in tokens: committed <= history <= capacity. *Committed* tokens are final and offered for reuse. *History* tokens
-    have no query in the next step; only they decide what falls out of a window. *Capacity* covers the history and all input
-    positions of the next step.
+    Three lengths, in tokens: committed <= history <= capacity. Committed tokens are final and offered for reuse. History tokens
+    have no query in the next step. The capacity covers the history and all input positions of the next step.
     """
 
     Status: ClassVar[type[CacheStatus]] = CacheStatus
 
     def __init__(self, manager: KVCacheManager, state: Request) -> None:
         """Not for users: `KVCacheManager.create_kv_cache` makes caches."""
+        super().__init__(state)
         self._manager = manager
-        self._state = state
-        self._shared = state.shared
 
     def __enter__(self) -> KVCache:
         return self
@@ -97,32 +92,37 @@ class KVCache:
 
     @property
     def status(self) -> CacheStatus:
+        """ACTIVE, SUSPENDED or CLOSED."""
         return CacheStatus(self._state.status)
 
     @property
     def is_active(self) -> bool:
+        """Whether the cache is ACTIVE: its pages are on the GPU and locked."""
         return self._state.status == ACTIVE
 
     @property
     def id(self) -> int | None:
-        """The engine's own number of the request."""
+        """The number by which the engine knows the request; None if it gave none."""
         return self._state.request_id
 
     @property
     def manager(self) -> KVCacheManager:
+        """The manager that made this cache."""
         return self._manager
 
     @property
     def reuse_scope(self) -> ReuseScope:
+        """The scope whose cached blocks the request shares."""
         return self._state.scope
 
     @property
     def tokens_per_block(self) -> int:
+        """Tokens in one block, as configured."""
         return self._state.tokens_per_block
 
     @property
     def num_blocks(self) -> int:
-        """ceil(capacity / tokens_per_block); 0 once closed."""
+        """Blocks that the capacity takes: ceil(capacity / tokens_per_block); 0 once closed."""
         return self._state.num_blocks
 
     @property
@@ -160,6 +160,7 @@ class KVCache:
 
     @property
     def num_committed_tokens(self) -> int:
+        """How many tokens are committed; right after creation, how many were reused."""
         return self._state.committed
 
     @property
@@ -169,41 +170,40 @@ class KVCache:
 
     @property
     def cached_tokens_by_level(self) -> list[int]:
-        """Tokens that the creation reused, by the cache level that they had to be brought from; sums to the reuse length."""
+        """How many tokens the creation reused, by the coldest cache level that held them. Sums to the reused length."""
         return list(self._state.cached_tokens_by_level)
 
     def _get_num_reusable_tokens_before_pruning(self) -> int:
-        """Length of the longest cached path at creation, whatever its pages: reused <= before hybrid pruning <= this. The
-        reference's name."""
+        """Length of the longest cached path at creation, in tokens, whichever of its pages were there. A name of the reference."""
         return self._state.divergence
 
     def _get_num_reusable_tokens_before_hybrid_pruning(self) -> int:
-        """What the creation would have reused if recurrent layers needed no snapshot. The reference's name."""
+        """Tokens that the creation would have reused without regard to recurrent layers. A name of the reference."""
         return self._state.before_hybrid
 
     @property
     def pages_by_level(self) -> list[list[int]]:
-        """Pages that the next step reads, counted by layer group, then by the cache level that they are on now. O(blocks).
-
-        Right after creation they are those of the match; a recurrent layer group counts its state as one page.
-        """
+        """Pages that the next step reads: counts by layer group and cache level. A recurrent state counts as one. O(blocks)."""
         with self._shared.lock:
             return residency.pages_by_level(self._state)
 
     @property
     def last_shortage(self) -> Shortage | None:
-        """Why the latest resize, resume or prefetch returned False; None after one that succeeded."""
+        """Why the last `resize`, `resume` or `prefetch` returned False; None if it succeeded."""
         return self._state.last_shortage
 
     # --- lengths
 
     @property
     def capacity(self) -> int:
+        """Tokens that have pages: the history and all input positions of the next step.
+
+        Setting it is `resize(value)`, but raises OutOfPagesError for a shortage, and ConfigError with scratch reuse.
+        """
         return self._state.capacity
 
     @capacity.setter
     def capacity(self, value: SupportsIndex) -> None:
-        """`resize(value)`, raising OutOfPagesError where that returns False."""
         if self._state.scratch:
             raise ConfigError("with scratch reuse the capacity depends on the history: call resize(capacity, history_length)")
         if not self.resize(at_least(value, "capacity", 0)):
@@ -211,6 +211,10 @@ class KVCache:
 
     @property
     def history_length(self) -> int:
+        """Tokens without a query in the next step. It alone decides what falls out of a window, and never goes back.
+
+        Setting it is `resize(None, value)`, but raises OutOfPagesError for a shortage.
+        """
         return self._state.history
 
     @history_length.setter
@@ -221,9 +225,9 @@ class KVCache:
     def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
-        False means a shortage of pages: nothing changed, `last_shortage` says what is missing; suspend another request and retry.
+        False: too few pages. Nothing changed and `last_shortage` says what is missing; suspend another request and try again.
+        O(1) inside a block, else O(blocks that come, go or leave a window).
         Raises LogicError unless ACTIVE, ConfigError for a history that goes back or a capacity below the history.
-        O(1) inside a block, else O(blocks that come, go or fall out of a window).
         """
         state = self._state
         if type(capacity) is int and history_length is None and growth.stay_inside_block(state, capacity):
@@ -232,34 +236,44 @@ class KVCache:
 
     # --- commit
 
-    def commit(self, tokens: Tokens, beam_search_indices: Integers | None = None, is_end: bool = False) -> None:
-        """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
-        int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
-        committed count.
+    def commit(
+        self,
+        accepted_input_tokens: Tokens | None = None,
+        beam_search_indices: Integers | None = None,
+        is_end: bool = False,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Append final tokens; the history rises to the committed count. Blocks that become full are offered for reuse at once.
 
-        `beam_search_indices` names the beam of each token (beam 0 without it); the tokens of one block must all name the same.
-        `is_end=True`: no token follows and nothing will be written any more; publishes the partial last block too.
-        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or past the capacity; nothing
-        changed then.
+        Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
+        `beam_search_indices` names the beam of each token (default 0); a block takes all its tokens from one beam. `is_end=True`
+        ends the request: the partial last block is offered too. O(tokens). `tokens` is the old name of the first parameter.
+        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or tokens past the capacity.
         """
         state = self._state
-        if type(tokens) is list and len(tokens) == 1 and is_end is False and beam_search_indices is None:
-            token = tokens[0]
+        given = accepted_input_tokens
+        if type(given) is list and len(given) == 1 and is_end is False and beam_search_indices is None:
+            token = given[0]
             if type(token) is int:
                 batch.commit_token(state, token)
                 return
-        batch.commit(state, pack(tokens, state.text_only), beam_search_indices, flag(is_end, "is_end"))
+        if tokens is not None:
+            given = renamed("tokens", "accepted_input_tokens", tokens)
+        batch.commit(state, pack(given, state.text_only), beam_search_indices, flag(is_end, "is_end"))
 
     def stop_committing(self) -> None:
-        """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""
+        """Offer the committed part of the last block for reuse; no token can be committed afterwards. Idempotent.
+
+        Raises LogicError once closed.
+        """
         with self._shared.lock, Call(self._shared, "stop_committing()"):
             self._require_open("stop_committing()")
             committing.stop_committing(self._state, False, NULL_POINT)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
-        """For multi-turn chat: a handle on the window pages and the SSM snapshot that only a request starting at exactly the
-        committed length needs; its `drop()`, once the next turn has started, frees them. None if no request could start there.
+        """A handle on pages that only a request of exactly the committed length needs; None if there are none.
 
+        For chats of several turns: `drop()` frees these window pages and the snapshot once the next turn has started.
         Raises LogicError before `stop_committing()`.
         """
         with self._shared.lock, Call(self._shared, "plan_committed_block_drop()"):
@@ -270,9 +284,9 @@ class KVCache:
 
     @property
     def cuda_stream(self) -> Stream:
-        """The stream on which the engine uses this cache. Setting it while ACTIVE makes the new stream wait for the old one.
+        """The stream on which the engine uses this cache. Set while ACTIVE, the new stream waits for the old one.
 
-        Raises ConfigError (a ValueError) when read before it was ever set.
+        Raises ConfigError (a ValueError) if read before it was set.
         """
         if not self._state.stream_set:
             raise ConfigError("cuda_stream has not been set: pass a stream to resume()")
@@ -326,14 +340,16 @@ class KVCache:
             state.require(ACTIVE, "suspend()")
             residency.suspend(state)
 
-    def prefetch(self, level: SupportsIndex) -> bool:
-        """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
-        only."""
+    def prefetch(self, target: SupportsIndex | None = None, level: SupportsIndex | None = None) -> bool:
+        """Start to move the pages of this cache from colder levels to level `target`. `level` is the old parameter name.
+
+        False: that level has too few free pages, and nothing changed. Raises LogicError unless SUSPENDED.
+        """
         state = self._state
-        target = whole(level, "level")
+        number = whole(target if level is None else renamed("level", "target", level), "target")
         with self._shared.lock, Call(self._shared, "prefetch()"):
             state.require(SUSPENDED, "prefetch()")
-            done = residency.prefetch(state, target)
+            done = residency.prefetch(state, number)
         return done
 
     @property
@@ -384,106 +400,6 @@ class KVCache:
         """Forget what was counted since the last commit."""
         with self._shared.lock, Call(self._shared, "discard_pending_stats()"):
             counts.discard_stats(self._state)
-
-    # --- page indices
-
-    def get_base_page_indices(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> Sequence[int]:
-        """The int32 array of base page indices, one a block, kept up to date: an `array`, or the buffer that was set, itself.
-        BAD_PAGE_INDEX where there is no page.
-
-        A view of the array (numpy, memoryview, torch) shows changes of entries. It keeps its old entries once the number of blocks
-        has changed: take it again when `get_base_page_indices_version` has another answer.
-        """
-        return self._row(layer_group_id, beam_idx).live()
-
-    def get_base_page_indices_version(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
-        """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
-        return self._row(layer_group_id, beam_idx).version
-
-    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: object) -> None:
-        """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;
-        entries past the last block become BAD. None detaches, leaving the buffer as it is. `suspend()` detaches too: set it
-        again after `resume()`."""
-        row = self._row(layer_group_id, beam_idx)
-        self._require_open("set_base_page_index_buf()")
-        if buf is None:
-            row.detach()
-        else:
-            row.attach(buf)
-
-    def get_aggregated_page_indices(
-        self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX, valid_only: bool = False
-    ) -> Iterator[int]:
-        """Slot ids, one a block, to be used with `KVCacheManager.get_aggregated_pages`; absent pages are BAD, or left out if
-        `valid_only`."""
-        only = flag(valid_only, "valid_only")
-        values = self._row(layer_group_id, beam_idx).values()
-        if only:
-            return iter([value for value in values if value != BAD_PAGE_INDEX])
-        return iter(values)
-
-    def get_ssm_block_base_index(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
-        """Slot id of the live SSM state; BAD_PAGE_INDEX while it has none or is not ACTIVE."""
-        beam = self._beam(beam_idx)
-        index = whole(layer_group_id, "layer_group_id")
-        state = self._state
-        recurrent_states = state.recurrent_states()
-        if not recurrent_states or index != recurrent_states[0].index:
-            raise ConfigError(f"layer group {index} is not recurrent")
-        page = recurrent_states[beam].page
-        return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
-
-    def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
-        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
-
-        Each beam has slots of its own. Valid until a length changes.
-        """
-        table = self._table(layer_group_id, beam_idx)
-        return scratch.describe(table) if self._state.scratch else None
-
-    @property
-    def has_scratch_slots(self) -> bool:
-        return self._state.holds_scratch()
-
-    @property
-    def enable_swa_scratch_reuse(self) -> bool:
-        """Whether long prefill steps of this cache lend scratch slots to blocks that fall out of their windows within the step."""
-        return self._state.scratch
-
-    @enable_swa_scratch_reuse.setter
-    def enable_swa_scratch_reuse(self, value: bool) -> None:
-        wanted = flag(value, "enable_swa_scratch_reuse")
-        self._require_open("enable_swa_scratch_reuse")
-        scratch.switch(self._state, wanted)
-
-    def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool:
-        """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
-        return page_index_mode(mode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
-
-    def _row(self, layer_group_id: object, beam_idx: object) -> PageIndexRow:
-        return self._table(layer_group_id, beam_idx).row
-
-    def _table(self, layer_group_id: object, beam_idx: object) -> BlockTable:
-        beam = self._beam(beam_idx)
-        index = whole(layer_group_id, "layer_group_id")
-        count = len(self._shared.life_cycles)
-        if not 0 <= index < count:
-            raise ConfigError(f"layer group {index} is out of range: this manager has {count}")
-        table = self._state.table(index, beam)
-        if table is None:
-            raise ConfigError(f"layer group {index} is recurrent: it has no page for each block")
-        return table
-
-    def _beam(self, beam_idx: object) -> int:
-        beam = whole(beam_idx, "beam_idx")
-        width = self._state.width
-        if not 0 <= beam < width:
-            raise ConfigError(f"beam {beam} is out of range: the beam width is {width}")
-        return beam
-
-    def _require_open(self, call: str) -> None:
-        if self._state.status == CLOSED:
-            raise LogicError(f"{call}: this cache is closed")
 
 
 _KVCache = KVCache

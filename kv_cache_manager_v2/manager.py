@@ -8,7 +8,6 @@ settles file transfers that ended; one that only looks settles them alone.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from kv_cache_manager_v2.arguments import (
     instance_or_none,
     items_of,
     octets,
+    renamed,
     request_id,
     shown,
     unsigned,
@@ -32,6 +32,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.default import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.diagnostics import debug_wanted
 from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
@@ -53,7 +54,7 @@ from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats, StatisticsLedger
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
-from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, make_block_keys
+from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, make_block_keys, scope_of
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import Tokens, TokenSequence, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
@@ -64,8 +65,6 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
 
 _log: Final = logging.getLogger(__name__)
-
-DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # any of them set to 1: check every structure after every public call
 
 
 class KVCacheManager(ManagerStatistics):
@@ -112,7 +111,7 @@ class KVCacheManager(ManagerStatistics):
             tree = RadixTree(layout.life_cycles, layout.tokens_per_block, hierarchy, guarded if history is None else history, keys)
             tuner = Tuner(layout, config, sizings, now)
             ledger = StatisticsLedger(config.enable_stats, config.commit_stats_on_close, layout, hierarchy)
-            debug = any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
+            debug = debug_wanted()
             shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, debug, given is None)
         except BaseException:
             _free(hierarchy, timeline, device if given is None else None)
@@ -178,7 +177,7 @@ class KVCacheManager(ManagerStatistics):
             callback = cast("PriorityCallback", function(custom_priority_callback, "custom_priority_callback"))
         counted = flag(enable_request_stats, "enable_request_stats") or self._config.enable_stats
         plain = self._text_only(text_only)
-        scope = _scope(reuse_scope)
+        scope = scope_of(reuse_scope)
         tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest
         shared = self._shared
         layout = shared.layout
@@ -195,22 +194,26 @@ class KVCacheManager(ManagerStatistics):
             shared.enter(state)
         return handle
 
-    def probe_reuse(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> int:
+    def probe_reuse(
+        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
+    ) -> int:
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
         meanwhile."""
-        scope = _scope(reuse_scope)
-        packed = pack_unchecked(tokens, self._config.text_only)
+        scope = scope_of(reuse_scope)
+        packed = self._prompt(input_tokens, tokens)
         with self._shared.lock:
             look(self._shared, "probe_reuse()")
             return self._match(scope, packed).num_tokens
 
-    def probe_first_new_block_key(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> bytes | None:
+    def probe_first_new_block_key(
+        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
+    ) -> bytes | None:
         """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
 
         None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
         """
-        scope = _scope(reuse_scope)
-        packed = pack_unchecked(tokens, self._config.text_only)
+        scope = scope_of(reuse_scope)
+        packed = self._prompt(input_tokens, tokens)
         with self._shared.lock:
             look(self._shared, "probe_first_new_block_key()")
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
@@ -220,7 +223,7 @@ class KVCacheManager(ManagerStatistics):
 
         The first call computes the keys of all cached blocks; from then on they are kept.
         """
-        scope = _scope(reuse_scope)
+        scope = scope_of(reuse_scope)
         keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
         with self._shared.lock:
             look(self._shared, "probe_reuse_by_keys()")
@@ -229,7 +232,7 @@ class KVCacheManager(ManagerStatistics):
     def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
         """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
         `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
-        scope = _scope(reuse_scope)
+        scope = scope_of(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         config = self._config
         tiers = [tier_config.tier for tier_config in config.cache_tiers]
@@ -366,6 +369,11 @@ class KVCacheManager(ManagerStatistics):
     def _match(self, scope: ReuseScope, tokens: TokenSequence) -> Match:
         return match(self._tree, scope, tokens, self._config.enable_partial_reuse, self._config.reuse_match_backoff)
 
+    def _prompt(self, input_tokens: Tokens | None, tokens: Tokens | None) -> TokenSequence:
+        """The tokens to look up; None: no tokens. `tokens` is the old name."""
+        given = input_tokens if tokens is None else renamed("tokens", "input_tokens", tokens)
+        return pack_unchecked(() if given is None else given, self._config.text_only)
+
     def _text_only(self, wanted: object) -> bool:
         if wanted is None:
             return self._config.text_only
@@ -432,8 +440,3 @@ def _free(hierarchy: Hierarchy | None, timeline: Timeline, device: Driver | None
             device.close()
     except Exception as error:
         _log.error("memory of a KVCacheManager that could not be made stays taken: %s", error)
-
-
-def _scope(given: object) -> ReuseScope:
-    """The scope that a caller means: None stands for that of no LoRA and no salt."""
-    return ReuseScope() if given is None else instance(given, ReuseScope, "reuse_scope")

@@ -13,6 +13,7 @@ from kv_cache_manager_v2.arguments import (
     each_of,
     page_index_mode,
     page_index_mode_or_none,
+    renamed,
     shown,
     text,
     whole,
@@ -203,8 +204,8 @@ class ManagerLayout:
 
     # --- inside
 
-    def _level(self, level: object) -> int:
-        number = whole(level, "cache_level")
+    def _level(self, cache_level: object, level: SupportsIndex | None = None) -> int:
+        number = whole(cache_level if level is None else renamed("level", "cache_level", level), "cache_level")
         if not 0 <= number < self._hierarchy.num_levels:
             raise ConfigError(f"cache level {number} is out of range: this manager has levels 0..{self._hierarchy.num_levels - 1}")
         return number

@@ -5,10 +5,11 @@ Rule: nothing here changes a cache or moves a page; a reading that resets a coun
 
 from __future__ import annotations
 
-import warnings
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.arguments import (
+    deprecated,
+    renamed,
     request_id,
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -58,11 +59,7 @@ class ManagerStatistics(ManagerLayout):
 
     def get_and_reset_iteration_ssm_snapshot_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
         """The old name of `get_and_reset_ssm_snapshot_iteration_stats`, for one release."""
-        warnings.warn(
-            "get_and_reset_iteration_ssm_snapshot_stats() is now get_and_reset_ssm_snapshot_iteration_stats()",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        deprecated("get_and_reset_iteration_ssm_snapshot_stats() is now get_and_reset_ssm_snapshot_iteration_stats()")
         return self.get_and_reset_ssm_snapshot_iteration_stats()
 
     def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
@@ -80,10 +77,12 @@ class ManagerStatistics(ManagerLayout):
         with self._shared.lock:
             return self._ledger.take_disk_prefetched()
 
-    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+    def get_and_reset_iteration_peak_block_stats(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[PoolGroupPeakBlockStats]:
         """By pool group, the largest counts that any public call left since the last reading."""
         with self._shared.lock:
-            return self._ledger.take_peaks(self._level(level))
+            return self._ledger.take_peaks(self._level(cache_level, level))
 
     def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
         """The same for every level."""
@@ -104,9 +103,11 @@ class ManagerStatistics(ManagerLayout):
         with self._shared.lock:
             self._ledger.resumed += 1 if self._ledger.enabled else 0
 
-    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
+    def get_storage_statistics(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[StorageStatistics]:
         """Slots of each pool group on a level, now."""
-        number = self._level(level)
+        number = self._level(cache_level, level)
         hierarchy = self._hierarchy
         with self._shared.lock:
             return [
@@ -116,20 +117,22 @@ class ManagerStatistics(ManagerLayout):
                 for group, sizes in enumerate(self._layout.slot_sizes)
             ]
 
-    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
+    def get_life_cycle_pool_group_indices(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[PoolGroupId]:
         """The pool group of each life cycle; the same on every level."""
-        self._level(level)
+        self._level(cache_level, level)
         return list(self._layout.pool_group_of)
 
-    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
+    def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
         """Note that a request has counts to commit. None is ignored."""
-        number = request_id(id)
+        number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.mark_dirty(number, None)
 
-    def clear_stats_dirty(self, id: SupportsIndex | None) -> None:
-        number = request_id(id)
+    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.clear_dirty(number)
@@ -139,19 +142,24 @@ class ManagerStatistics(ManagerLayout):
         with self._shared.lock:
             return self._ledger.dirty_ids()
 
-    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
+    def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
         """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
-        number = request_id(id)
+        number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.excluded.add(number)
                 self._ledger.clear_dirty(number)
 
-    def clear_stats_excluded(self, id: SupportsIndex | None) -> None:
-        number = request_id(id)
+    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        number = _id(kv_cache_id, id)
         if number is not None:
             self._ledger.excluded.discard(number)
 
-    def is_stats_excluded(self, id: SupportsIndex | None) -> bool:
-        number = request_id(id)
+    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool:
+        number = _id(kv_cache_id, id)
         return number is not None and number in self._ledger.excluded
+
+
+def _id(kv_cache_id: SupportsIndex | None, id: SupportsIndex | None) -> int | None:
+    """`id` is the old name."""
+    return request_id(kv_cache_id if id is None else renamed("id", "kv_cache_id", id), "kv_cache_id")

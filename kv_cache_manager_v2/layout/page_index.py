@@ -30,6 +30,7 @@ from kv_cache_manager_v2.arguments import (
     instance,
     instance_or_none,
     page_index_mode_or_none,
+    renamed,
     wholes,
 )
 from kv_cache_manager_v2.errors import ConfigError
@@ -94,23 +95,24 @@ class PageIndexConverter:
     def __call__(
         self,
         base_indices: Iterable[SupportsIndex],
-        mode: PageIndexMode | SupportsIndex | None = None,
+        index_mode: PageIndexMode | SupportsIndex | None = None,
         scratch: ScratchDesc | None = None,
+        mode: PageIndexMode | SupportsIndex | None = None,
     ) -> array[int]:
         """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
 
         `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED where scratch blocks may
         occur, if the scratch slots are too few for their blocks, or if an index does not fit int32.
         """
-        mode = page_index_mode_or_none(mode, "mode")
+        wanted = page_index_mode_or_none(index_mode if mode is None else renamed("mode", "index_mode", mode), "index_mode")
         borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
         with_scratch = borrowed is not None and bool(borrowed)
-        if mode is None and (with_scratch or self.scratch_enabled):
-            raise ConfigError("the page index mode is missing; with scratch reuse pass mode=PageIndexMode.PER_LAYER")
-        if with_scratch and mode is not PageIndexMode.PER_LAYER:
-            raise ConfigError(f"scratch blocks cannot be addressed in mode {mode}; pass mode=PageIndexMode.PER_LAYER")
+        if wanted is None and (with_scratch or self.scratch_enabled):
+            raise ConfigError("the page index wanted is missing; with scratch reuse pass index_mode=PageIndexMode.PER_LAYER")
+        if with_scratch and wanted is not PageIndexMode.PER_LAYER:
+            raise ConfigError(f"scratch blocks cannot be addressed in mode {wanted}; pass index_mode=PageIndexMode.PER_LAYER")
         scale = self.scale
-        offset = self.layer_offset if mode is PageIndexMode.PER_LAYER else 0
+        offset = self.layer_offset if wanted is PageIndexMode.PER_LAYER else 0
         bases = _as_list(base_indices)
         pages = [base * scale + offset if base >= 0 else BAD_PAGE_INDEX for base in bases]
         if borrowed is not None and with_scratch:

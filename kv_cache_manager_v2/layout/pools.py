@@ -37,7 +37,7 @@ from typing import NamedTuple
 from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig, LayerConfig
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import UnknownBufferError
 from kv_cache_manager_v2.ids import INT32_MAX, DataRole, LayerGroupId, LayerId, LifeCycleId, PoolGroupId, PoolId
 from kv_cache_manager_v2.layout.arithmetic import ceil_div
 from kv_cache_manager_v2.layout.life_cycle import AttentionLifeCycle, LifeCycle, SsmLifeCycle
@@ -178,19 +178,19 @@ class StorageLayout:
         return ceil_div(num_blocks * numerator, denominator)
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """Raises ConfigError for a layer that the configuration does not have."""
+        """Raises UnknownBufferError for a layer that the configuration does not have."""
         life_cycle = self._life_cycle_of.get(layer)
         if life_cycle is None:
-            raise ConfigError(f"layer {layer} is not configured; the layers are {self.layer_ids}")
+            raise UnknownBufferError(f"layer {layer} is not configured; the layers are {self.layer_ids}")
         return life_cycle
 
     def place(self, layer: LayerId, role: DataRole) -> BufferPlace:
-        """Where a buffer lies. Raises ConfigError for a layer or role that the configuration does not have."""
+        """Where a buffer lies. Raises UnknownBufferError for a layer or role that the configuration does not have."""
         found = self._places.get(BufferId(layer, role))
         if found is None:
             self.life_cycle_of_layer(layer)
             roles = [buffer.role for buffer in self.all_buffer_ids if buffer.layer_id == layer]
-            raise ConfigError(f"layer {layer} has no buffer of role {role!r}; its roles are {roles}")
+            raise UnknownBufferError(f"layer {layer} has no buffer of role {role!r}; its roles are {roles}")
         return found
 
     def max_slots(self, pool_group: int) -> int:

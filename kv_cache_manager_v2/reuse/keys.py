@@ -19,7 +19,7 @@ from typing import Final, SupportsIndex, TypeAlias
 
 from blake3 import blake3
 
-from kv_cache_manager_v2.arguments import at_least, instance, text, unsigned_or_none
+from kv_cache_manager_v2.arguments import at_least, shown, text, unsigned_or_none, whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, Tokens, TokenSequence, has_digest, pack, unpack
 
@@ -40,13 +40,35 @@ class ReuseScope:
     def __iter__(self) -> Iterator[int | None]:
         return iter((self.lora_id, self.salt))
 
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, position: SupportsIndex) -> int | None:
+        """As of the tuple (lora_id, salt)."""
+        fields = (self.lora_id, self.salt)
+        number = whole(position, "position")
+        if not -2 <= number < 2:
+            raise IndexError(f"a scope has two fields, not one at {number}")
+        return fields[0] if number in (0, -2) else fields[1]
+
+    def _replace(self, **fields: SupportsIndex | None) -> ReuseScope:
+        """A scope with some fields changed. Raises ConfigError for other names."""
+        unknown = sorted(fields.keys() - {"lora_id", "salt"})
+        if unknown:
+            raise ConfigError(f"a scope has no field {unknown[0]!r}; its fields are lora_id and salt")
+        return ReuseScope(fields.get("lora_id", self.lora_id), fields.get("salt", self.salt))
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ReuseScope):
-            return NotImplemented
-        return self.data == other.data
+        """Equal to the tuple (lora_id, salt) too."""
+        if isinstance(other, ReuseScope):
+            return self.data == other.data
+        if isinstance(other, tuple):
+            same: bool = other == (self.lora_id, self.salt)
+            return same
+        return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self.data)
+        return hash((self.lora_id, self.salt))
 
     def __repr__(self) -> str:
         return f"ReuseScope(lora_id={self.lora_id}, salt={self.salt})"
@@ -56,6 +78,17 @@ class ReuseScope:
 
 
 ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]  # (lora_id, salt) stands for a scope
+
+
+def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
+    """The scope that a caller means: a ReuseScope, a tuple (lora_id, salt), or None for no LoRA and no salt."""
+    if isinstance(value, ReuseScope):
+        return value
+    if value is None:
+        return ReuseScope()
+    if isinstance(value, tuple) and len(value) == 2:
+        return ReuseScope(value[0], value[1])
+    raise ConfigError(f"{name} is {shown(value)}; it must be a ReuseScope, a tuple (lora_id, salt), or None")
 
 
 class BlockKeys(ABC):
@@ -148,7 +181,7 @@ def sequence_to_blockchain_keys(
     Takes the same tokens as `pack`; a digest is given back as its 32 bytes. Raises ConfigError before the first item.
     """
     length = at_least(tokens_per_block, "tokens_per_block", 1)
-    scope = ReuseScope() if reuse_scope is None else instance(reuse_scope, ReuseScope, "reuse_scope")
+    scope = scope_of(reuse_scope)
     return _chain(length, scope, pack(tokens), make_block_keys(text(block_key_hash, "block_key_hash")))
 
 

@@ -1,7 +1,19 @@
-"""What can be asked of all managers of this process together.
+"""What can be asked of the package, and of all managers of this process together.
 
 Rule: each call asks every living manager in turn; the same questions exist on each manager.
 """
+
+from typing import Final
+
+from kv_cache_manager_v2.build import COMPILED
+
+BACKEND: Final[str] = "mypyc" if COMPILED else "python"
+DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")
+
+def debug_wanted() -> bool:
+    """Whether the environment asks for checks of every structure after every public call."""
+
+NDEBUG: Final[bool] = not debug_wanted()
 
 def num_live_managers() -> int:
     """Managers of this process that were made and not yet shut down."""

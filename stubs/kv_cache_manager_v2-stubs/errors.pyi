@@ -10,6 +10,9 @@ class KVCacheError(Exception):
 class ConfigError(KVCacheError, ValueError, AssertionError):
     """A configuration or an argument has a value that can never work."""
 
+class UnknownBufferError(ConfigError, KeyError):
+    """A layer or a role that the configuration does not have; engines ask so whether there is one, and catch KeyError."""
+
 class LogicError(KVCacheError, RuntimeError, AssertionError):
     """A call that the object's present state does not allow."""
 

@@ -19,6 +19,13 @@ BlockOrdinal = NewType("BlockOrdinal", int)
 BeamIndex = NewType("BeamIndex", int)
 Stream: TypeAlias = int
 Point = NewType("Point", int)
+CudaStream: TypeAlias = Stream
+TokenId: TypeAlias = int
+MemAddress: TypeAlias = int
+Priority: TypeAlias = int
+PoolIndex = PoolId
+PoolGroupIndex = PoolGroupId
+SlidingWindowSize: TypeAlias = int | None
 DataRole: TypeAlias = str
 
 class CacheTier(IntEnum):
@@ -46,6 +53,7 @@ class PageIndexMode(IntEnum):
     PER_LAYER = 1
 
 GPU_LEVEL: Final[CacheLevel]
+CACHE_LEVEL1: Final[CacheLevel]
 DEFAULT_BEAM_INDEX: Final[BeamIndex]
 BAD_PAGE_INDEX: Final = -1
 NULL_POINT: Final[Point]

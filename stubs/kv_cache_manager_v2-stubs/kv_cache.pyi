@@ -5,14 +5,13 @@ inside a block touches a few integers and takes no lock. A request is used by on
 used by different threads.
 """
 
-from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import ClassVar, SupportsIndex
 
 from kv_cache_manager_v2.arguments import Integers
-from kv_cache_manager_v2.ids import DEFAULT_BEAM_INDEX, PageIndexMode, Stream
-from kv_cache_manager_v2.layout.page_index import ScratchDesc
+from kv_cache_manager_v2.ids import Stream
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.page_index_views import PageIndexViews
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
@@ -20,12 +19,11 @@ from kv_cache_manager_v2.reuse.tokens import Tokens
 from kv_cache_manager_v2.statistics import KVCacheStatsDelta
 from kv_cache_manager_v2.storage.planner import Shortage
 
-class KVCache:
-    """Where one request's keys and values live; made by `KVCacheManager.create_kv_cache`, closed by `close()` or a `with` block.
+class KVCache(PageIndexViews):
+    """The keys and values of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
 
-    Three lengths, in tokens: committed <= history <= capacity. *Committed* tokens are final and offered for reuse. *History* tokens
-    have no query in the next step; only they decide what falls out of a window. *Capacity* covers the history and all input
-    positions of the next step.
+    Three lengths, in tokens: committed <= history <= capacity. Committed tokens are final and offered for reuse. History tokens
+    have no query in the next step. The capacity covers the history and all input positions of the next step.
     """
 
     Status: ClassVar[type[CacheStatus]]
@@ -43,22 +41,32 @@ class KVCache:
         """Internal: what the manager owns of this request, for `introspection` and tests; no part of the interface."""
 
     @property
-    def status(self) -> CacheStatus: ...
-    @property
-    def is_active(self) -> bool: ...
-    @property
-    def id(self) -> int | None:
-        """The engine's own number of the request."""
+    def status(self) -> CacheStatus:
+        """ACTIVE, SUSPENDED or CLOSED."""
 
     @property
-    def manager(self) -> KVCacheManager: ...
+    def is_active(self) -> bool:
+        """Whether the cache is ACTIVE: its pages are on the GPU and locked."""
+
     @property
-    def reuse_scope(self) -> ReuseScope: ...
+    def id(self) -> int | None:
+        """The number by which the engine knows the request; None if it gave none."""
+
     @property
-    def tokens_per_block(self) -> int: ...
+    def manager(self) -> KVCacheManager:
+        """The manager that made this cache."""
+
+    @property
+    def reuse_scope(self) -> ReuseScope:
+        """The scope whose cached blocks the request shares."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens in one block, as configured."""
+
     @property
     def num_blocks(self) -> int:
-        """ceil(capacity / tokens_per_block); 0 once closed."""
+        """Blocks that the capacity takes: ceil(capacity / tokens_per_block); 0 once closed."""
 
     @property
     def beam_width(self) -> int:
@@ -80,77 +88,90 @@ class KVCache:
         """Raises ConfigError to relax what the manager demands, or to promise it after digests were committed."""
 
     @property
-    def num_committed_tokens(self) -> int: ...
+    def num_committed_tokens(self) -> int:
+        """How many tokens are committed; right after creation, how many were reused."""
+
     @property
     def committed_tokens(self) -> list[int | bytes]:
         """A copy of the committed tokens: ids, and digests as 32 bytes."""
 
     @property
     def cached_tokens_by_level(self) -> list[int]:
-        """Tokens that the creation reused, by the cache level that they had to be brought from; sums to the reuse length."""
+        """How many tokens the creation reused, by the coldest cache level that held them. Sums to the reused length."""
 
     def _get_num_reusable_tokens_before_pruning(self) -> int:
-        """Length of the longest cached path at creation, whatever its pages: reused <= before hybrid pruning <= this. The
-        reference's name."""
+        """Length of the longest cached path at creation, in tokens, whichever of its pages were there. A name of the reference."""
 
     def _get_num_reusable_tokens_before_hybrid_pruning(self) -> int:
-        """What the creation would have reused if recurrent layers needed no snapshot. The reference's name."""
+        """Tokens that the creation would have reused without regard to recurrent layers. A name of the reference."""
 
     @property
     def pages_by_level(self) -> list[list[int]]:
-        """Pages that the next step reads, counted by layer group, then by the cache level that they are on now. O(blocks).
-
-        Right after creation they are those of the match; a recurrent layer group counts its state as one page.
-        """
+        """Pages that the next step reads: counts by layer group and cache level. A recurrent state counts as one. O(blocks)."""
 
     @property
     def last_shortage(self) -> Shortage | None:
-        """Why the latest resize, resume or prefetch returned False; None after one that succeeded."""
+        """Why the last `resize`, `resume` or `prefetch` returned False; None if it succeeded."""
 
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """Tokens that have pages: the history and all input positions of the next step.
+
+        Setting it is `resize(value)`, but raises OutOfPagesError for a shortage, and ConfigError with scratch reuse.
+        """
+
     @capacity.setter
-    def capacity(self, value: SupportsIndex) -> None:
-        """`resize(value)`, raising OutOfPagesError where that returns False."""
-
+    def capacity(self, value: SupportsIndex) -> None: ...
     @property
-    def history_length(self) -> int: ...
+    def history_length(self) -> int:
+        """Tokens without a query in the next step. It alone decides what falls out of a window, and never goes back.
+
+        Setting it is `resize(None, value)`, but raises OutOfPagesError for a shortage.
+        """
+
     @history_length.setter
     def history_length(self, value: SupportsIndex) -> None: ...
     def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
-        False means a shortage of pages: nothing changed, `last_shortage` says what is missing; suspend another request and retry.
+        False: too few pages. Nothing changed and `last_shortage` says what is missing; suspend another request and try again.
+        O(1) inside a block, else O(blocks that come, go or leave a window).
         Raises LogicError unless ACTIVE, ConfigError for a history that goes back or a capacity below the history.
-        O(1) inside a block, else O(blocks that come, go or fall out of a window).
         """
 
-    def commit(self, tokens: Tokens, beam_search_indices: Integers | None = None, is_end: bool = False) -> None:
-        """Append final tokens: ids (0 <= id < 2**31), digests (32 bytes) or `MmItemContext`, as a sequence or a one-dimensional
-        int32, uint32 or int64 buffer. Blocks that become full are offered for reuse at once. Raises the history to the
-        committed count.
+    def commit(
+        self,
+        accepted_input_tokens: Tokens | None = None,
+        beam_search_indices: Integers | None = None,
+        is_end: bool = False,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Append final tokens; the history rises to the committed count. Blocks that become full are offered for reuse at once.
 
-        `beam_search_indices` names the beam of each token (beam 0 without it); the tokens of one block must all name the same.
-        `is_end=True`: no token follows and nothing will be written any more; publishes the partial last block too.
-        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or past the capacity; nothing
-        changed then.
+        Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
+        `beam_search_indices` names the beam of each token (default 0); a block takes all its tokens from one beam. `is_end=True`
+        ends the request: the partial last block is offered too. O(tokens). `tokens` is the old name of the first parameter.
+        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or tokens past the capacity.
         """
 
     def stop_committing(self) -> None:
-        """No token will be committed any more: publishes the committed part of the last block. Idempotent; not after close."""
+        """Offer the committed part of the last block for reuse; no token can be committed afterwards. Idempotent.
+
+        Raises LogicError once closed.
+        """
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
-        """For multi-turn chat: a handle on the window pages and the SSM snapshot that only a request starting at exactly the
-        committed length needs; its `drop()`, once the next turn has started, frees them. None if no request could start there.
+        """A handle on pages that only a request of exactly the committed length needs; None if there are none.
 
+        For chats of several turns: `drop()` frees these window pages and the snapshot once the next turn has started.
         Raises LogicError before `stop_committing()`.
         """
 
     @property
     def cuda_stream(self) -> Stream:
-        """The stream on which the engine uses this cache. Setting it while ACTIVE makes the new stream wait for the old one.
+        """The stream on which the engine uses this cache. Set while ACTIVE, the new stream waits for the old one.
 
-        Raises ConfigError (a ValueError) when read before it was ever set.
+        Raises ConfigError (a ValueError) if read before it was set.
         """
 
     @cuda_stream.setter
@@ -171,9 +192,11 @@ class KVCache:
         """Let others have the GPU: pages may move to colder tiers, none is dropped. Detaches page-index buffers. Raises unless
         ACTIVE."""
 
-    def prefetch(self, level: SupportsIndex) -> bool:
-        """Start to move this cache's pages from colder levels to `level`; False, nothing changed, if it has no room. SUSPENDED
-        only."""
+    def prefetch(self, target: SupportsIndex | None = None, level: SupportsIndex | None = None) -> bool:
+        """Start to move the pages of this cache from colder levels to level `target`. `level` is the old parameter name.
+
+        False: that level has too few free pages, and nothing changed. Raises LogicError unless SUSPENDED.
+        """
 
     @property
     def is_loaded(self) -> bool:
@@ -203,47 +226,5 @@ class KVCache:
 
     def discard_pending_stats(self) -> None:
         """Forget what was counted since the last commit."""
-
-    def get_base_page_indices(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> Sequence[int]:
-        """The int32 array of base page indices, one a block, kept up to date: an `array`, or the buffer that was set, itself.
-        BAD_PAGE_INDEX where there is no page.
-
-        A view of the array (numpy, memoryview, torch) shows changes of entries. It keeps its old entries once the number of blocks
-        has changed: take it again when `get_base_page_indices_version` has another answer.
-        """
-
-    def get_base_page_indices_version(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
-        """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
-
-    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: object) -> None:
-        """Have the base page indices written in place into `buf`: one-dimensional, writable int32, at least `num_blocks` long;
-        entries past the last block become BAD. None detaches, leaving the buffer as it is. `suspend()` detaches too: set it
-        again after `resume()`."""
-
-    def get_aggregated_page_indices(
-        self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX, valid_only: bool = False
-    ) -> Iterator[int]:
-        """Slot ids, one a block, to be used with `KVCacheManager.get_aggregated_pages`; absent pages are BAD, or left out if
-        `valid_only`."""
-
-    def get_ssm_block_base_index(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
-        """Slot id of the live SSM state; BAD_PAGE_INDEX while it has none or is not ACTIVE."""
-
-    def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
-        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
-
-        Each beam has slots of its own. Valid until a length changes.
-        """
-
-    @property
-    def has_scratch_slots(self) -> bool: ...
-    @property
-    def enable_swa_scratch_reuse(self) -> bool:
-        """Whether long prefill steps of this cache lend scratch slots to blocks that fall out of their windows within the step."""
-
-    @enable_swa_scratch_reuse.setter
-    def enable_swa_scratch_reuse(self, value: bool) -> None: ...
-    def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool:
-        """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
 
 _KVCache = KVCache

@@ -7,7 +7,7 @@ settles file transfers that ended; one that only looks settles them alone.
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, SupportsIndex
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -19,8 +19,6 @@ from kv_cache_manager_v2.reuse.explain import MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.reuse.tokens import Tokens
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
-
-DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")
 
 class KVCacheManager(ManagerStatistics):
     """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
@@ -62,11 +60,15 @@ class KVCacheManager(ManagerStatistics):
         range.
         """
 
-    def probe_reuse(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> int:
+    def probe_reuse(
+        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
+    ) -> int:
         """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
         meanwhile."""
 
-    def probe_first_new_block_key(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> bytes | None:
+    def probe_first_new_block_key(
+        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
+    ) -> bytes | None:
         """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
 
         None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.

@@ -47,7 +47,9 @@ class ManagerStatistics(ManagerLayout):
     def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
         """Pages that `prefetch` moved from disk to host memory since the last call."""
 
-    def get_and_reset_iteration_peak_block_stats(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupPeakBlockStats]:
+    def get_and_reset_iteration_peak_block_stats(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[PoolGroupPeakBlockStats]:
         """By pool group, the largest counts that any public call left since the last reading."""
 
     def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
@@ -60,21 +62,25 @@ class ManagerStatistics(ManagerLayout):
         """Count a suspension that the engine made by other means."""
 
     def record_request_resumed(self) -> None: ...
-    def get_storage_statistics(self, level: SupportsIndex = GPU_LEVEL) -> list[StorageStatistics]:
+    def get_storage_statistics(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[StorageStatistics]:
         """Slots of each pool group on a level, now."""
 
-    def get_life_cycle_pool_group_indices(self, level: SupportsIndex = GPU_LEVEL) -> list[PoolGroupId]:
+    def get_life_cycle_pool_group_indices(
+        self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
+    ) -> list[PoolGroupId]:
         """The pool group of each life cycle; the same on every level."""
 
-    def mark_stats_dirty(self, id: SupportsIndex | None) -> None:
+    def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
         """Note that a request has counts to commit. None is ignored."""
 
-    def clear_stats_dirty(self, id: SupportsIndex | None) -> None: ...
+    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None: ...
     def get_dirty_stats_kv_cache_ids(self) -> set[int]:
         """Ids of the requests that have counts to commit. A copy."""
 
-    def mark_stats_excluded(self, id: SupportsIndex | None) -> None:
+    def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
         """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
 
-    def clear_stats_excluded(self, id: SupportsIndex | None) -> None: ...
-    def is_stats_excluded(self, id: SupportsIndex | None) -> bool: ...
+    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None: ...
+    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool: ...

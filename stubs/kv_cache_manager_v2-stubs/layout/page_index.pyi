@@ -60,8 +60,9 @@ class PageIndexConverter:
     def __call__(
         self,
         base_indices: Iterable[SupportsIndex],
-        mode: PageIndexMode | SupportsIndex | None = None,
+        index_mode: PageIndexMode | SupportsIndex | None = None,
         scratch: ScratchDesc | None = None,
+        mode: PageIndexMode | SupportsIndex | None = None,
     ) -> array[int]:
         """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
 

@@ -142,10 +142,10 @@ class StorageLayout:
         """Slots that so many scratch blocks share, exactly."""
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """Raises ConfigError for a layer that the configuration does not have."""
+        """Raises UnknownBufferError for a layer that the configuration does not have."""
 
     def place(self, layer: LayerId, role: DataRole) -> BufferPlace:
-        """Where a buffer lies. Raises ConfigError for a layer or role that the configuration does not have."""
+        """Where a buffer lies. Raises UnknownBufferError for a layer or role that the configuration does not have."""
 
     def max_slots(self, pool_group: int) -> int:
         """Most slots whose page indices fit int32 in every numbering of the group's buffers."""

@@ -27,11 +27,20 @@ class ReuseScope:
 
     def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None: ...
     def __iter__(self) -> Iterator[int | None]: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: SupportsIndex) -> int | None:
+        """As of the tuple (lora_id, salt)."""
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the tuple (lora_id, salt) too."""
+
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[ReuseScope], tuple[int | None, int | None]]: ...
 
 ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]
+
+def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
+    """The scope that a caller means: a ReuseScope, a tuple (lora_id, salt), or None for no LoRA and no salt."""
 
 class BlockKeys(ABC):
     """The hash chain over one choice of hash function."""

@@ -1,0 +1,17 @@
+"""`introspection` by the reference's path. What differs: `reuse_match_planned_drop_counts` returns the matched length too."""
+
+from __future__ import annotations
+
+from kv_cache_manager_v2 import introspection
+from kv_cache_manager_v2.introspection import *  # noqa: F403  # every name that is there
+from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.tokens import Tokens
+
+
+def reuse_match_planned_drop_counts(  # type: ignore[no-redef]
+    manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
+) -> tuple[int, list[int]]:
+    """The length that a look-up finds, in tokens, and the planned drops of the life cycle's page in each matched block."""
+    num_tokens, _pages = introspection.reuse_match_pages(manager, scope, tokens, life_cycle, enable_partial)
+    return num_tokens, introspection.reuse_match_planned_drop_counts(manager, scope, tokens, life_cycle, enable_partial)
