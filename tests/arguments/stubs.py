@@ -17,6 +17,25 @@ MODULES = ("page_table", "page_matching")
 
 SELF = "self"
 
+# Old names of parameters: the last parameter of these calls. See test_renamed_parameters.py.
+OLD = {
+    "KVCache.commit": "tokens",
+    "KVCache.prefetch": "level",
+    "KVCache.get_base_page_indices": "beam_idx",
+    "KVCache.get_aggregated_page_indices": "beam_idx",
+    "KVCacheManager.probe_reuse": "tokens",
+    "KVCacheManager.probe_first_new_block_key": "tokens",
+    "KVCacheManager.get_and_reset_iteration_peak_block_stats": "level",
+    "KVCacheManager.get_storage_statistics": "level",
+    "KVCacheManager.get_life_cycle_pool_group_indices": "level",
+    "KVCacheManager.mark_stats_dirty": "id",
+    "KVCacheManager.clear_stats_dirty": "id",
+    "KVCacheManager.mark_stats_excluded": "id",
+    "KVCacheManager.clear_stats_excluded": "id",
+    "KVCacheManager.is_stats_excluded": "id",
+    "PageIndexConverter.__call__": "mode",
+}
+
 
 class Parameter(NamedTuple):
     """One parameter of a door."""
@@ -64,7 +83,8 @@ def exported() -> dict[str, str]:
     for node in TREES["__init__"].body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
-                found[alias.name] = node.module.partition(".")[2]
+                if not alias.name.startswith("_"):
+                    found[alias.name] = node.module.partition(".")[2]
     return found
 
 
@@ -143,17 +163,19 @@ def _of_class(module: str, node: ast.ClassDef) -> Iterator[Door]:
                 continue
             if (member.name, kind) not in seen:
                 seen.add((member.name, kind))
-                yield Door(module, node.name, member.name, kind, tuple(_parameters(member)), owner)
+                yield Door(
+                    module, node.name, member.name, kind, tuple(_parameters(member, OLD.get(f"{node.name}.{member.name}"))), owner
+                )
     if is_record(node.name):
         yield Door(module, node.name, "__init__", "field", tuple(fields), node.name)
 
 
-def _parameters(node: ast.FunctionDef) -> Iterator[Parameter]:
+def _parameters(node: ast.FunctionDef, old: str | None = None) -> Iterator[Parameter]:
     arguments = node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     required = len(plain) - len(arguments.defaults)
     for position, argument in enumerate(plain):
-        if argument.arg != SELF:
+        if argument.arg not in (SELF, old):
             yield Parameter(argument.arg, _text(argument.annotation), position >= required)
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield Parameter(argument.arg, _text(argument.annotation), default is not None)

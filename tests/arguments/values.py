@@ -55,6 +55,10 @@ VALID: Final[Mapping[str, Maker]] = {
     "reuse_scope": always(ReuseScope(1, 2)),
     "input_tokens": always([1, 2, 3]),
     "tokens": always([1, 2, 3]),
+    "accepted_input_tokens": always([100]),
+    "kv_cache_id": always(5),
+    "target": always(1),
+    "beam_id": always(0),
     "id": always(5),
     "custom_priority_callback": always(lambda ordinal, life_cycle: 35),
     "expected_prompt_length": always(12),
@@ -80,7 +84,6 @@ VALID: Final[Mapping[str, Maker]] = {
     "KVCache.enable_swa_scratch_reuse.value": always(False),
     "capacity": always(11),
     "history_length": always(7),
-    "KVCache.commit.tokens": always([100]),
     "beam_search_indices": always([0, 0, 0]),
     "KVCache.commit.beam_search_indices": always([0]),
     "is_end": always(False),
@@ -226,6 +229,7 @@ NEGATIVE: Final = frozenset({-1, -(2**70)})
 HUGE: Final = frozenset({2**63, 2**70})
 EXTREMES_ALLOWED: Final[Mapping[str, frozenset[int]]] = {
     "id": frozenset({2**63}),
+    "kv_cache_id": frozenset({2**63}),
     "lora_id": frozenset({2**63}),
     "salt": frozenset({2**63}),
     "EmulatedDriver.__init__.seed": NEGATIVE | HUGE,
@@ -387,6 +391,7 @@ NO_TOKENS: Final = (
 )  # fmt: skip
 OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
     "tokens": (*NO_TOKENS, None),
+    "accepted_input_tokens": (*NO_TOKENS, None),
     "input_tokens": NO_TOKENS,
     "buf": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(16, np.int64), np.zeros(1, np.int32), np.zeros((4, 4), np.int32),
             Duck()),
