@@ -378,7 +378,7 @@ class DiskArena(Arena):
 
     def _full(self, nbytes: int, why: str) -> str:
         return (
-            f"no room for {format_bytes(nbytes)} ({nbytes} bytes) under {self.path!r}: {why}; "
+            f"no space for {format_bytes(nbytes)} ({nbytes} bytes) under {self.path!r}: {why}; "
             "configure a smaller disk tier or another path"
         )
 

@@ -1,11 +1,11 @@
 """The staging ring: pinned host memory through which bytes pass between device and disk.
 
-Rule: a piece is handed on in stream order. Its next user's stream waits for the point at which its last user is over; the host
-never waits, and a piece whose end of use is not known yet is passed over, so nobody waits for himself. A request that is larger
-than the ring is its caller's to split: `largest` is the most that one piece can have.
+Rule: a piece is used again in stream order. The stream of its next user waits for the point at which its last user is over. The
+host never waits, and a piece whose end of use is not known yet is passed over. The caller splits a request that is larger than the
+ring: `largest` is the most that one piece can have.
 
 File transfers can outlive their time limit. A piece that such a transfer may still touch is quarantined until it has really
-ended; a piece that was handed on over a timed-out *read* before anybody knew is `suspect`: late bytes may have landed in it.
+ended. A piece that took over memory of a *read* that timed out later is `suspect`: late bytes may have been written into it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class StagingPiece:
         self.from_file = from_file  # file reads fill it, so that a late one may still write into it
         self.point: Point = NULL_POINT  # once released: when its use is over
         self.state = _LENT
-        self.transfers = 0  # file transfers that use it and have not ended; counted by whoever queues them
+        self.transfers = 0  # file transfers that use it and have not ended
         self.timed_out = False  # it is or was quarantined
-        self.behind: list[StagingPiece] = []  # pieces filled by file reads that it was handed on over before they were settled
+        self.after: list[StagingPiece] = []  # pieces filled by file reads whose memory it took over before they were settled
 
     @property
     def lent(self) -> bool:
@@ -54,7 +54,7 @@ class StagingPiece:
 
         Meaningful once the pieces lent earlier have been settled or quarantined.
         """
-        return any(piece.from_file and piece.timed_out for piece in self.behind)
+        return any(piece.from_file and piece.timed_out for piece in self.after)
 
 
 class StagingRing:
@@ -66,8 +66,8 @@ class StagingRing:
         self.largest = nbytes  # bytes; most that one piece can have, when nothing is lent or quarantined
         self._timeline = timeline
         self._arena = HostArena(driver, nbytes)
-        self.cursor = 0  # offset from which on the next piece is looked for; a user who wants memory that the processor's caches
-        # still hold sets it back to a piece that he has released
+        self.cursor = 0  # offset from which on the next piece is looked for; a user that wants memory which the processor's caches
+        # still hold sets it back to a piece that it has released
         self._begins: list[int] = []  # the parts of the ring that were used last by a piece: ascending, disjoint
         self._ends: list[int] = []
         self._users: list[StagingPiece] = []
@@ -123,10 +123,10 @@ class StagingRing:
         if piece.state == _QUARANTINED:
             self._quarantined.remove(piece)
         piece.state = _SETTLED
-        piece.behind = []
+        piece.after = []
 
     def quarantine(self, piece: StagingPiece) -> None:
-        """A transfer of this piece has timed out and may still touch it: hand it to nobody before `settle`."""
+        """A transfer of this piece has timed out and may still touch it: it is not used again before `settle`."""
         if piece.state == _LENT:
             self.release(piece, NULL_POINT)
         if piece.state == _RELEASED:
@@ -140,7 +140,7 @@ class StagingRing:
         self.settle(piece)
 
     def close(self) -> None:
-        """Give the memory back; LogicError while a piece is lent or quarantined. Released ones must be over."""
+        """Free the memory; LogicError while a piece is lent or quarantined. Released ones must be over."""
         if self._lent or self._quarantined:
             raise LogicError(
                 f"the staging ring is closed with {len(self._lent)} pieces lent and {len(self._quarantined)} quarantined"
@@ -174,11 +174,11 @@ class StagingRing:
         for i in range(first, last):
             user = self._users[i]
             self._timeline.wait(stream, user.point)
-            for earlier in [user, *user.behind]:
-                if earlier.from_file and earlier.state != _SETTLED and earlier not in piece.behind:  # writes spoil nothing
-                    piece.behind.append(earlier)
+            for earlier in [user, *user.after]:
+                if earlier.from_file and earlier.state != _SETTLED and earlier not in piece.after:  # writes spoil nothing
+                    piece.after.append(earlier)
         begins, ends, users = [begin], [end], [piece]
-        if first < last and self._begins[first] < begin:  # what remains in front of the piece, and behind it
+        if first < last and self._begins[first] < begin:  # what remains before the piece, and after it
             begins.insert(0, self._begins[first])
             ends.insert(0, begin)
             users.insert(0, self._users[first])

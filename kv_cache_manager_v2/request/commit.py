@@ -297,7 +297,7 @@ def _copy_page(request: Request, block: Block, source: Page, coverage: int, prio
     if copy is None:
         return False
     if not tree.install(block, copy, coverage):
-        hierarchy.orphan(copy)
+        hierarchy.unlist(copy)
     return True
 
 

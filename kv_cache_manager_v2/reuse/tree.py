@@ -198,8 +198,8 @@ class RadixTree:
     def install(self, block: Block, page: Page, coverage: int) -> bool:
         """Give a block a page that is good for `coverage` of its tokens, unless it has one as good; whether it took it.
 
-        A narrower one is orphaned; a page that has become wider in place may be installed again. A block that left the tree takes
-        nothing.
+        A narrower one is not listed any more; a page that has become wider in place may be installed again. A block that left the
+        tree takes nothing.
         """
         if not block.attached:
             return False
@@ -211,7 +211,7 @@ class RadixTree:
             block.put_page(page)
         self.keeper.adopt(page, block, coverage)
         if old is not None and old is not page:
-            self.keeper.orphan(old)
+            self.keeper.unlist(old)
         self._recount(block)
         if block.unsettled == 0:
             self._tell_stored(block, page)
@@ -358,9 +358,9 @@ class RadixTree:
         if not page.alive():
             return  # the storage dropped it in the same sweep
         if page.status() == PageStatus.DROPPABLE:
-            self.keeper.discard(page)
+            self.keeper.drop(page)
         else:
-            self.keeper.orphan(page)
+            self.keeper.unlist(page)
 
     def check_invariants(self) -> None:
         """Assert the whole structure; O(blocks x life cycles)."""

@@ -19,7 +19,7 @@ from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.free_slots import FreeSlots
 
-PROBED_PENDING: Final = 4  # pending slots asked for readiness per allocation: bounds the cost, and one slow user blocks nobody
+PROBED_PENDING: Final = 4  # pending slots asked for readiness per allocation: bounds the cost, and passes over a slow user
 
 
 class SlotAllocator:

@@ -33,7 +33,7 @@ class Cell:
         self.keeps_held = keeps_held
         self.pins_all = False  # pages here are about to move on, and are nothing to evict: swap slots
         self.allocator = SlotAllocator(timeline, 0)
-        self.arenas: list[Arena] = []  # by pool, all with room for as many slots
+        self.arenas: list[Arena] = []  # by pool, all with as many slots
         self.evictable = 0  # pages in the order of eviction, those with file transfers in flight included
         self.droppable = PageQueue()
         self.held = PageQueue()

@@ -219,13 +219,13 @@ class Hierarchy(PageKeeper):
         page.coverage = coverage
         page.cell.requeue(page)
 
-    def orphan(self, page: Page) -> None:
+    def unlist(self, page: Page) -> None:
         """Its owner no longer lists the page: gone at once unless it is held or locked."""
         page.owner = None
         if page.slot != NO_SLOT:
             page.cell.requeue(page)
 
-    def discard(self, page: Page) -> None:
+    def drop(self, page: Page) -> None:
         """Drop a page that its owner no longer lists, if it is droppable and not gone already; the owner is not called."""
         page.owner = None
         if page.slot != NO_SLOT and page.locks == 0 and page.holds == 0:
@@ -255,14 +255,14 @@ class Hierarchy(PageKeeper):
                 return False
         return True
 
-    def foresee(self, need: Sequence[int], given: Sequence[Page], parked: Sequence[Page]) -> Shortage | None:
-        """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `parked` instead of locking them.
+    def foresee(self, need: Sequence[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
+        """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `held_on` instead of locking them.
 
         Changes nothing, so that a caller that trades pages for others can ask first.
         """
-        shortage = self.planner.foresee(list(need), given, parked)
+        shortage = self.planner.foresee(list(need), given, held_on)
         if shortage is not None and not shortage.permanent and self._has_news():
-            shortage = self.planner.foresee(list(need), given, parked)
+            shortage = self.planner.foresee(list(need), given, held_on)
         return shortage
 
     def _has_news(self) -> bool:
@@ -362,7 +362,7 @@ class Hierarchy(PageKeeper):
 
         Else room is made, warmest level first, by moving down or dropping droppable pages, never held ones, waiting for nothing.
         None if that cannot be, or the page is lost. The copy is ordered on `stream`, after all work queued there and before all
-        that follows. It has no owner, lock or hold: the caller adopts it, or frees it with `orphan`.
+        that follows. It has no owner, lock or hold: the caller adopts it, or frees it with `unlist`.
         """
         cell = None if source.lost else self._cell_for_copy(source)
         if cell is None:

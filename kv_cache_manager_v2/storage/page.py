@@ -34,7 +34,7 @@ class PageOwner(CachedBlock):
     def page_gone(self, page: Page) -> None:
         """The page was dropped or its bytes were lost: remove it. Called from a worklist, when all lists are consistent.
 
-        The owner may drop further pages (`PageKeeper.discard`), as when a block's descendants can never match again.
+        The owner may drop further pages (`PageKeeper.drop`), as when a block's descendants can never match again.
         """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Page:
 class PageKeeper(ABC):
     """What the reuse tree asks of the storage: the three ways in which a page's owner changes. None of them calls an owner.
 
-    The tree lists a page after `adopt`, and no longer lists it before `orphan` and `discard`. All three are O(1).
+    The tree lists a page after `adopt`, and no longer lists it before `unlist` and `drop`. All three are O(1).
     """
 
     @abstractmethod
@@ -118,9 +118,9 @@ class PageKeeper(ABC):
         """
 
     @abstractmethod
-    def orphan(self, page: Page) -> None:
+    def unlist(self, page: Page) -> None:
         """The owner lists a better page instead: this one is freed at once, or with its last hold or lock."""
 
     @abstractmethod
-    def discard(self, page: Page) -> None:
+    def drop(self, page: Page) -> None:
         """The owner no longer lists a page that can never match again: a droppable one is freed, and the drop is counted."""

@@ -290,7 +290,7 @@ class _Resize:
                 return False
             most = cell.most_slots()
             if 0 <= most < new:
-                text = f"pool group {group} would outgrow the address space reserved for it, which has room for {most} slots"
+                text = f"pool group {group} would outgrow the address space reserved for it, which holds {most} slots"
                 result.refuse(text, group, new - most)
                 return False
         shortage = hierarchy.planner.plan(self._level, need, [], [], False, True)

@@ -134,7 +134,7 @@ def test_an_overwriting_copy_refused_for_its_second_pool_leaves_its_slot_busy() 
     rig.driver.fail("copy", 2)
     with pytest.raises(KVCacheError, match="injected"):
         rig.hierarchy.overwrite(page, source, rig.stream)
-    rig.hierarchy.discard(page)
+    rig.hierarchy.drop(page)
     assert not rig.timeline.done(rig.hierarchy.new_page(0, 35).ready)
     gate.open()
     rig.driver.synchronize()

@@ -349,7 +349,7 @@ def test_a_full_disk_is_refused_before_it_is_filled(tmp_path: Path) -> None:
     arena = DiskArena(1 << 20, str(tmp_path))
     arena.resize(2)
     os.pwrite(arena.fd, b"kept", 5)
-    with pytest.raises(OutOfMemoryError, match=r"no room for 4096.0 TiB.*are free"):
+    with pytest.raises(OutOfMemoryError, match=r"no space for 4096.0 TiB.*are free"):
         arena.resize(1 << 32)
     arena.check_invariants()
     assert arena.num_slots == 2

@@ -43,8 +43,8 @@ class FakeKeeper(PageKeeper):
     def __init__(self) -> None:
         self.made = 0
         self.adopted: list[Page] = []
-        self.orphaned: list[Page] = []
-        self.discarded: list[Page] = []
+        self.unlisted: list[Page] = []
+        self.dropped: list[Page] = []
 
     def new_page(self, life_cycle: int, level: int = 0) -> Page:
         self.made += 1
@@ -56,18 +56,18 @@ class FakeKeeper(PageKeeper):
         page.coverage = coverage
         self.adopted.append(page)
 
-    def orphan(self, page: Page) -> None:
+    def unlist(self, page: Page) -> None:
         page.owner = None
-        self.orphaned.append(page)
+        self.unlisted.append(page)
         if page.status() == PageStatus.DROPPABLE:
             page.slot = NO_SLOT
 
-    def discard(self, page: Page) -> None:
+    def drop(self, page: Page) -> None:
         assert page.status() == PageStatus.DROPPABLE
         assert page.alive()
         page.owner = None
         page.slot = NO_SLOT
-        self.discarded.append(page)
+        self.dropped.append(page)
 
     @staticmethod
     def lose(page: Page) -> None:

@@ -432,4 +432,4 @@ def test_matching_changes_nothing() -> None:
         cache.probe(toks(0, n))
         cache.probe(toks(0, n), scope=ReuseScope(n))
     assert before == (cache.tree.num_blocks, len(cache.keeper.adopted), len(cache.tree.roots()), [block.pins for block in path])
-    assert cache.keeper.orphaned == cache.keeper.discarded == []
+    assert cache.keeper.unlisted == cache.keeper.dropped == []

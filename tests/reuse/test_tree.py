@@ -73,7 +73,7 @@ class TestInsertion:
         assert cache.give(new, 0, 8) is not None
         assert notes.take() == [("stored", toks(0, 8), 0, True)]
         assert coverage(new) == [8, 4, 4]
-        assert cache.keeper.orphaned == [old_pages[0]]
+        assert cache.keeper.unlisted == [old_pages[0]]
         cache.tree.check_invariants()
         assert cache.probe(toks(0, 4)) == 4
         assert cache.probe(toks(0, 8)) == 4
@@ -105,10 +105,10 @@ class TestPageSlots:
         assert first is not None
         assert cache.give(block, 1, 4) is None
         assert cache.give(block, 1, 3) is None
-        assert cache.keeper.orphaned == []
+        assert cache.keeper.unlisted == []
         wider = cache.give(block, 1, 6)
         assert block.pages[1] is wider
-        assert cache.keeper.orphaned == [first]
+        assert cache.keeper.unlisted == [first]
         assert first.owner is None
         assert not first.alive()
 
@@ -160,7 +160,7 @@ class TestLoss:
         assert [90, 91] in removed
         assert len(removed) == 4
         assert cache.tree.num_blocks == 1
-        assert len(cache.keeper.discarded) == 3
+        assert len(cache.keeper.dropped) == 3
         assert not any(page.alive() for page in pages[1:] if page is not None)
         assert cache.probe(toks(0, 16)) == 4
         assert [block.attached for block in path] == [True, False, False, False]
@@ -176,7 +176,7 @@ class TestLoss:
         cache.lose(path[1])
         assert held.alive()
         assert held.owner is None
-        assert cache.keeper.orphaned == [held]
+        assert cache.keeper.unlisted == [held]
 
     def test_losing_the_first_block_empties_the_scope(self) -> None:
         """The root goes with its last block."""
@@ -252,7 +252,7 @@ class TestLoss:
         second.slot = type(second.slot)(-1)
         cache.keeper.lose(first)
         assert cache.tree.num_blocks == 0
-        assert cache.keeper.discarded == []
+        assert cache.keeper.dropped == []
         path[1].page_gone(second)
         cache.tree.check_invariants()
 
@@ -263,7 +263,7 @@ class TestLoss:
         page = path[1].pages[1]
         assert page is not None
         cache.tree.drop_page(page)
-        assert cache.keeper.discarded == [page]
+        assert cache.keeper.dropped == [page]
         assert coverage(path[1]) == [4, 0]
         assert cache.probe(toks(0, 8)) == 4
 
@@ -361,7 +361,7 @@ class TestClear:
                 assert not block.attached
                 assert block.parent is None
                 assert block.pages == (None,)
-        assert len(cache.keeper.discarded) == 6
+        assert len(cache.keeper.dropped) == 6
         cache.tree.clear()
 
     def test_reseeding_after_clear(self) -> None:
@@ -421,7 +421,7 @@ class TestUnsettled:
         cache.tree.hide(path[1])
         cache.tree.remove(path[1])
         assert [block.attached for block in path] == [True, False, False]
-        assert len(cache.keeper.discarded) == 2
+        assert len(cache.keeper.dropped) == 2
 
     def test_pages_of_a_hidden_block_are_not_taken_over(self) -> None:
         """The block that continues it starts without them."""
@@ -432,7 +432,7 @@ class TestUnsettled:
         new, how = insert(cache, cache.tree.root(EMPTY_SCOPE), toks(0, 4))
         assert how == BLOCK_NEW
         assert coverage(new) == [0]
-        assert len(cache.keeper.discarded) == 1
+        assert len(cache.keeper.dropped) == 1
         cache.tree.show(old)
         cache.tree.check_invariants()
 

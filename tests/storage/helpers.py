@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
@@ -88,7 +89,9 @@ class Rig:
         seed: int = 0,
         path: str = "/tmp",
         transfer_timeout: float | None = None,
+        wrap: Callable[[EmulatedDriver], Any] | None = None,
     ) -> None:
+        """`wrap`: what the hierarchy drives instead of the emulated device itself."""
         made: dict[str, Callable[[], CacheTierConfig]] = {
             "g": lambda: GpuCacheTierConfig(64 << 20),
             "h": lambda: HostCacheTierConfig(64 << 20),
@@ -96,7 +99,8 @@ class Rig:
         }
         self.tier_configs = [made[letter]() for letter in tiers]
         self.driver = EmulatedDriver(schedule, seed, transfer_timeout)
-        self.timeline = Timeline(self.driver)
+        self.device: Any = self.driver if wrap is None else wrap(self.driver)
+        self.timeline = Timeline(self.device)
         self.layout, self.config = make_layout(slot_sizes, self.tier_configs)
         self.sizings = []
         for config, counts in zip(self.tier_configs, slots, strict=True):
@@ -104,7 +108,7 @@ class Rig:
             sizing.slots = list(counts)
             self.sizings.append(sizing)
         self.counters = MovementCounters(self.layout.num_life_cycles, len(self.sizings))
-        self.hierarchy = Hierarchy(self.driver, self.timeline, self.layout, self.sizings, self.tier_configs, self.counters)
+        self.hierarchy = Hierarchy(self.device, self.timeline, self.layout, self.sizings, self.tier_configs, self.counters)
         self.stream = self.driver.create_stream()
         self.pages: list[Page] = []  # all pages ever made
 

@@ -93,8 +93,8 @@ class TestOnePage:
         rig = make(rigs, [[3], [3]])
         cached, held = rig.cached(), rig.cached()
         rig.hierarchy.hold(held)
-        rig.hierarchy.orphan(cached)
-        rig.hierarchy.orphan(held)
+        rig.hierarchy.unlist(cached)
+        rig.hierarchy.unlist(held)
         assert not cached.alive()
         assert held.alive()
         rig.hierarchy.release(held)
@@ -104,9 +104,9 @@ class TestOnePage:
     def test_discard_counts_a_drop_and_ignores_what_is_gone_or_needed(self, rigs: list[Rig]) -> None:
         rig = make(rigs, [[3], [3]])
         cached, locked = rig.cached(), rig.new()
-        rig.hierarchy.discard(cached)
-        rig.hierarchy.discard(cached)
-        rig.hierarchy.discard(locked)
+        rig.hierarchy.drop(cached)
+        rig.hierarchy.drop(cached)
+        rig.hierarchy.drop(locked)
         assert not cached.alive()
         assert locked.alive()
         assert rig.counters.pages_dropped(0) == 1
@@ -209,8 +209,8 @@ class TestMakingRoom:
 
         def prune(_page: Page) -> None:
             for page in pages[1:3]:
-                rig.hierarchy.discard(page)
-            rig.hierarchy.discard(pages[0])
+                rig.hierarchy.drop(page)
+            rig.hierarchy.drop(pages[0])
 
         parent.on_gone = prune
         assert [page.level for page in pages] == [1, 1, 0, 0]

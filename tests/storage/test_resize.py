@@ -47,7 +47,7 @@ def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(rigs: list[Rig], tie
         pages = pages + [rig.cached(i) for i in range(8, 16)]
     residents = rig.order(level)
     for page in residents[1:3]:  # free slots among the low ones
-        rig.hierarchy.orphan(page)
+        rig.hierarchy.unlist(page)
     kept = [residents[0], *residents[3:]]
     result = resize(rig, level, [4])
     assert result

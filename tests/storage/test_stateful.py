@@ -221,11 +221,11 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.model.settle(entry)
 
     @rule(number=numbers)
-    def orphan(self, number: int) -> None:
+    def unlist(self, number: int) -> None:
         entry = self.pick(number, [e for e in self.model.entries if e.owned])
         if entry is None:
             return
-        self.rig_().hierarchy.orphan(entry.page)
+        self.rig_().hierarchy.unlist(entry.page)
         entry.owned = False
         self.model.settle(entry)
 
@@ -234,7 +234,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         entry = self.pick(number, [e for e in self.model.entries if e.owned and not e.locks and not e.holds])
         if entry is None:
             return
-        self.rig_().hierarchy.discard(entry.page)
+        self.rig_().hierarchy.drop(entry.page)
         self.model.remove(entry)
         self.model.dropped += 1
 
@@ -502,7 +502,7 @@ class HierarchyMachine(RuleBasedStateMachine):
                 self.rig.hierarchy.release(page)
                 entry.holds -= 1
             if page.alive():
-                self.rig.hierarchy.orphan(page)
+                self.rig.hierarchy.unlist(page)
         self.rig.driver.synchronize()
         self.rig.hierarchy.settle()
         for level in range(self.model.last + 1):
