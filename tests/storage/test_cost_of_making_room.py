@@ -1,0 +1,69 @@
+"""Making room costs the pages that move or are dropped: those that must stay cost nothing, wherever they are in the order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from kv_cache_manager_v2.build import COMPILED
+from tests.storage.helpers import Rig
+
+pytestmark = pytest.mark.skipif(COMPILED, reason="calls are counted with the interpreter's profiler")
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Python calls that the work makes."""
+    count = 0
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def held_in_front(rig: Rig, count: int) -> None:
+    """Pages held by suspended requests, older than any other."""
+    for _ in range(count):
+        rig.held()
+
+
+def held_later(rig: Rig, count: int) -> None:
+    """Cached pages that were matched, and are held by requests that have not run."""
+    for page in [rig.cached() for _ in range(count)]:
+        rig.hierarchy.hold(page)
+
+
+def in_flight(rig: Rig, count: int) -> None:
+    """Pages on their way from a disk that does not answer."""
+    pages = [rig.held() for _ in range(count)]
+    assert rig.hierarchy.acquire([count + 8], []) is None
+    rig.driver.synchronize()
+    rig.hierarchy.settle()
+    rig.driver.hang("read_file", times=None)
+    assert rig.hierarchy.acquire([0], pages) is None
+
+
+def cost(stay: Callable[[Rig, int], None], count: int, directory: Path) -> int:
+    """Calls to make room for one page beside so many that must stay, where no level below takes any."""
+    rig = Rig([[count + 8], [count if stay is in_flight else 0]], "gd", ((64,),), path=str(directory))
+    stay(rig, count)
+    cached = [rig.cached() for _ in range(8)]
+    assert rig.counts(0)[0] == 0
+    found = calls_of(lambda: rig.hierarchy.acquire([2], []))
+    assert [page.alive() and page.level == 0 for page in cached] == [False] * 2 + [True] * 6
+    return found
+
+
+@pytest.mark.parametrize("stay", [held_in_front, held_later, in_flight])
+def test_pages_that_must_stay_cost_nothing(stay: Callable[[Rig, int], None], tmp_path: Path) -> None:
+    assert cost(stay, 400, tmp_path) == cost(stay, 20, tmp_path)
