@@ -59,12 +59,12 @@ class ManagerLayout:
 
     @property
     def cache_tier_list(self) -> list[CacheTierConfig]:
-        """The tiers, warm to cold; position = cache level."""
+        """The configured tiers, warm to cold; the position is the cache level."""
         return list(self._config.cache_tiers)
 
     @property
     def movement(self) -> MovementCounters:
-        """Pages moved and dropped since construction."""
+        """Counters of pages moved and dropped since the manager was made."""
         return self._hierarchy.counters
 
     @property
@@ -73,15 +73,14 @@ class ManagerLayout:
         return self._shared.tuner
 
     def get_quota(self, cache_level: SupportsIndex) -> int:
-        """Bytes of a level's quota: as configured or resized, in whole grains, raised to the minimum where that was more."""
+        """Bytes of a level: as configured or resized, in whole grains, raised to the minimum where the quota was below it."""
         return self._hierarchy.sizings[self._level(cache_level)].quota
 
     def clamp_max_seq_len_for_mem(self, batch_size: SupportsIndex, token_num_upper_bound: SupportsIndex) -> int:
-        """Longest length, up to the bound, of one sequence beside batch_size - 1 sequences of one token; 0 if even those do
-        not fit.
+        """The longest sequence, in tokens up to the bound, that fits beside `batch_size - 1` sequences of one token; else 0.
 
-        Of one beam each: a further beam shares the full blocks before the length at which the request was widened, and has
-        pages of its own behind it; count those as another sequence, of that many tokens.
+        Counts one beam each. A further beam shares the full blocks from before it was added, and needs pages for the rest: count it
+        as another sequence of that many tokens.
         """
         batch = at_least(batch_size, "batch_size", 1)
         upper = at_least(token_num_upper_bound, "token_num_upper_bound", 0)
@@ -91,61 +90,68 @@ class ManagerLayout:
 
     @property
     def layer_ids(self) -> list[LayerId]:
+        """Ids of all layers, in the order of the configuration."""
         return list(self._layout.layer_ids)
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self._layout.layer_ids)
 
     @property
     def all_buffer_ids(self) -> list[BufferId]:
+        """(layer, role) of all buffers, in the order of the configuration."""
         return list(self._layout.all_buffer_ids)
 
     @property
     def layer_grouping(self) -> list[list[LayerId]]:
-        """Layers by layer group."""
+        """Ids of the layers of each layer group."""
         return [list(layers) for layers in self._layout.layers_of]
 
     def get_layer_group_id(self, layer_id: SupportsIndex) -> LayerGroupId:
-        """Layers with equal window and sinks share a group, and with it their page indices. Raises ConfigError for an unknown
-        layer."""
+        """The group of a layer: layers of equal window and sinks share one, and with it their page indices.
+
+        Raises UnknownBufferError for an unknown layer.
+        """
         return LayerGroupId(self._layout.life_cycle_of_layer(whole(layer_id, "layer_id")))
 
     @property
     def pool_group_descs(self) -> list[PoolGroupDesc]:
-        """What disaggregated serving needs: every pool's address and how its slots divide into buffers. Fixed until a resize."""
+        """The address of every pool and how its slots divide into buffers, for disaggregated serving. Fixed until a resize."""
         return pool_group_descs(self._layout, self._gpu_slots(), self._gpu_addresses())
 
     def get_mem_pool_base_address(
         self, layer_id: SupportsIndex, data_role: DataRole, index_mode: PageIndexMode | SupportsIndex | None = None
     ) -> int:
-        """Address that page index 0 of a buffer refers to. It never changes. None means SHARED."""
+        """Address of page index 0 of a buffer; it never changes. None is SHARED, or an error with scratch reuse.
+
+        Raises UnknownBufferError (a KeyError) for an unknown layer or role.
+        """
         place = self._place(layer_id, data_role)
         mode = resolve_mode(self._layout, page_index_mode_or_none(index_mode, "index_mode"))
         return buffer_base(place, self._hierarchy.base_address(GPU_LEVEL, place.pool_group, place.pool), mode)
 
     def get_page_stride(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
-        """Bytes from one page index of a buffer to the next: the configured buffer size."""
+        """Bytes from one page index of a buffer to the next: the configured size of the buffer."""
         return self._place(layer_id, data_role).stride
 
     def get_page_index_upper_bound(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
-        """First page index (SHARED) past the end of the buffer's pool: the length of a tensor over its pages. Changes with a
-        resize."""
+        """Length of a tensor over the pages of a buffer: one more than its largest page index (SHARED). A resize changes it."""
         place = self._place(layer_id, data_role)
         return page_index_upper_bound(self._layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
 
     def get_page_index_scale(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
-        """Page indices from one slot to the next, in units of one buffer. Deprecated: use `get_page_index_converter`."""
+        """Page indices per slot, in units of one buffer. Deprecated: use `get_page_index_converter`."""
         return self._place(layer_id, data_role).scale
 
     def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
-        """What turns base page indices into this buffer's page indices."""
+        """The function from base page indices to the page indices of this buffer."""
         return PageIndexConverter(self._place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
 
     def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
-        """Contiguous runs of the buffers in a slot: the bytes of block j are at base + stride * aggregated_index[j], `size` long.
+        """Contiguous runs of some buffers in a slot: block j has `size` bytes at `base + stride * aggregated_index[j]`.
 
-        In order of layer group, pool and offset, so that managers of equal layers pair up.
+        Ordered by layer group, pool and offset, so that managers of equal layers pair up. Raises ConfigError for bad ids.
         """
         wanted: list[BufferId] = []
         for item in each_of(buffer_ids, "buffer_ids", "BufferId"):
@@ -155,7 +161,7 @@ class ManagerLayout:
         return aggregate(self._layout, wanted, self._gpu_addresses())
 
     def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool | None:
-        """Whether every cache supports this mode always; None: ask the cache."""
+        """Whether every cache supports this mode at all times; None: it depends on the cache, ask it."""
         if page_index_mode(mode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
             return None
         return True
@@ -169,11 +175,12 @@ class ManagerLayout:
 
     @property
     def driver(self) -> Driver:
-        """The device that this manager runs on."""
+        """The device of this manager."""
         return self._driver
 
     @property
     def tokens_per_block(self) -> int:
+        """Tokens in one block."""
         return self._shared.tokens_per_block
 
     @property
@@ -183,18 +190,22 @@ class ManagerLayout:
 
     @property
     def enable_partial_match(self) -> bool:
+        """Whether a match may end inside a block."""
         return self._config.enable_partial_reuse
 
     @property
     def commit_min_snapshot(self) -> bool:
+        """Whether recurrent state is kept only where a prompt is known to branch."""
         return self._config.commit_min_snapshot
 
     @property
     def enable_swa_scratch_reuse(self) -> bool:
+        """Whether long prefill steps may share scratch slots, by configuration."""
         return self._config.enable_swa_scratch_reuse
 
     @property
     def text_only(self) -> bool:
+        """Whether no cache may commit digests."""
         return self._config.text_only
 
     @property

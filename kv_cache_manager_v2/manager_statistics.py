@@ -80,12 +80,12 @@ class ManagerStatistics(ManagerLayout):
     def get_and_reset_iteration_peak_block_stats(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[PoolGroupPeakBlockStats]:
-        """By pool group, the largest counts that any public call left since the last reading."""
+        """By pool group, the largest counts since the last reading. `level` is the old parameter name."""
         with self._shared.lock:
             return self._ledger.take_peaks(self._level(cache_level, level))
 
     def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
-        """The same for every level."""
+        """As `get_and_reset_iteration_peak_block_stats`, for every level."""
         with self._shared.lock:
             return [self._ledger.take_peaks(level) for level in range(self._hierarchy.num_levels)]
 
@@ -100,13 +100,14 @@ class ManagerStatistics(ManagerLayout):
             self._ledger.suspended += 1 if self._ledger.enabled else 0
 
     def record_request_resumed(self) -> None:
+        """Count a resume that the engine made by other means."""
         with self._shared.lock:
             self._ledger.resumed += 1 if self._ledger.enabled else 0
 
     def get_storage_statistics(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[StorageStatistics]:
-        """Slots of each pool group on a level, now."""
+        """Slots of each pool group on a level, now. `level` is the old parameter name."""
         number = self._level(cache_level, level)
         hierarchy = self._hierarchy
         with self._shared.lock:
@@ -120,18 +121,19 @@ class ManagerStatistics(ManagerLayout):
     def get_life_cycle_pool_group_indices(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[PoolGroupId]:
-        """The pool group of each life cycle; the same on every level."""
+        """The pool group of each life cycle; the same on every level. `level` is the old parameter name."""
         self._level(cache_level, level)
         return list(self._layout.pool_group_of)
 
     def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
-        """Note that a request has counts to commit. None is ignored."""
+        """Note that a request has counts to commit. None is ignored. `id` is the old parameter name."""
         number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.mark_dirty(number, None)
 
     def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        """Forget that a request has counts to commit. None is ignored. `id` is the old parameter name."""
         number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
@@ -143,7 +145,10 @@ class ManagerStatistics(ManagerLayout):
             return self._ledger.dirty_ids()
 
     def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
-        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
+        """Count the request nowhere, and do not let it teach the rebalancing: it is a dummy. None is ignored.
+
+        `id` is the old parameter name.
+        """
         number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
@@ -151,11 +156,13 @@ class ManagerStatistics(ManagerLayout):
                 self._ledger.clear_dirty(number)
 
     def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        """Count the request again. None is ignored. `id` is the old parameter name."""
         number = _id(kv_cache_id, id)
         if number is not None:
             self._ledger.excluded.discard(number)
 
     def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool:
+        """Whether the request counts nowhere. `id` is the old parameter name."""
         number = _id(kv_cache_id, id)
         return number is not None and number in self._ledger.excluded
 

@@ -50,10 +50,10 @@ class ManagerStatistics(ManagerLayout):
     def get_and_reset_iteration_peak_block_stats(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[PoolGroupPeakBlockStats]:
-        """By pool group, the largest counts that any public call left since the last reading."""
+        """By pool group, the largest counts since the last reading. `level` is the old parameter name."""
 
     def get_and_reset_iteration_peak_block_stats_by_level(self) -> list[list[PoolGroupPeakBlockStats]]:
-        """The same for every level."""
+        """As `get_and_reset_iteration_peak_block_stats`, for every level."""
 
     def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
         """(suspensions, resumes but for first ones) since the last call."""
@@ -61,26 +61,36 @@ class ManagerStatistics(ManagerLayout):
     def record_request_suspended(self) -> None:
         """Count a suspension that the engine made by other means."""
 
-    def record_request_resumed(self) -> None: ...
+    def record_request_resumed(self) -> None:
+        """Count a resume that the engine made by other means."""
+
     def get_storage_statistics(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[StorageStatistics]:
-        """Slots of each pool group on a level, now."""
+        """Slots of each pool group on a level, now. `level` is the old parameter name."""
 
     def get_life_cycle_pool_group_indices(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[PoolGroupId]:
-        """The pool group of each life cycle; the same on every level."""
+        """The pool group of each life cycle; the same on every level. `level` is the old parameter name."""
 
     def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
-        """Note that a request has counts to commit. None is ignored."""
+        """Note that a request has counts to commit. None is ignored. `id` is the old parameter name."""
 
-    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None: ...
+    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        """Forget that a request has counts to commit. None is ignored. `id` is the old parameter name."""
+
     def get_dirty_stats_kv_cache_ids(self) -> set[int]:
         """Ids of the requests that have counts to commit. A copy."""
 
     def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
-        """The request is a dummy: it counts nowhere, and teaches the rebalancing nothing. None is ignored."""
+        """Count the request nowhere, and do not let it teach the rebalancing: it is a dummy. None is ignored.
 
-    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None: ...
-    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool: ...
+        `id` is the old parameter name.
+        """
+
+    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+        """Count the request again. None is ignored. `id` is the old parameter name."""
+
+    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool:
+        """Whether the request counts nowhere. `id` is the old parameter name."""
