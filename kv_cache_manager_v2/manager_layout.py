@@ -185,7 +185,7 @@ class ManagerLayout:
 
     @property
     def allow_seq_rebasing(self) -> bool:
-        """Whether a commit may adopt an identical block that somebody else committed first: always."""
+        """Whether a commit may adopt an identical block that another request committed first: always."""
         return True
 
     @property
