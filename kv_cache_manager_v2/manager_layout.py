@@ -195,7 +195,7 @@ class ManagerLayout:
 
     @property
     def commit_min_snapshot(self) -> bool:
-        """Whether recurrent state is kept only where a prompt is known to branch."""
+        """Whether commits keep only what reuse at the committed count needs, by configuration."""
         return self._config.commit_min_snapshot
 
     @property

@@ -89,12 +89,16 @@ class StreamWorker:
 
     def work(self) -> None:
         """The thread's life."""
-        more = True
-        while more:
-            try:
-                more = self._turn()
-            except Exception:  # whatever it is, the stream must go on
-                _log.exception("stream %d: its thread met an unexpected error and goes on", self.queue.handle)
+        while self._turn_that_goes_on():
+            pass
+
+    def _turn_that_goes_on(self) -> bool:
+        """A turn, and the next one whatever it raises. Apart from the loop: mypyc 2.4.1 makes wrong code of a `try` in one."""
+        try:
+            return self._turn()
+        except Exception:
+            _log.exception("stream %d: its thread met an unexpected error and goes on", self.queue.handle)
+            return True
 
     def _turn(self) -> bool:
         """Do what there is, or sleep; False when the thread shall end."""
