@@ -1,4 +1,4 @@
-"""The kinds of layers of the model that a replay stands in for: one layer of each kind decides as much as thirty.
+"""The kinds of layers of the model that a replay simulates: one layer of each kind decides as much as thirty.
 
 Rule: a page of every kind has the same size, so all kinds share the slots of a tier and evict each other by age alone; the figures
 then do not hang on how many bytes a model's layers have. A block of B tokens has one page of each attention kind, and a recurrent
@@ -28,7 +28,7 @@ DEFAULT_SINKS: Final = 4  # tokens
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer of the stand-in model, and a life cycle of its own."""
+    """One layer of the simulated model, with a life cycle of its own."""
 
     name: str  # in reports
     layer: LayerId
@@ -44,7 +44,7 @@ class LayerKind:
         return AttentionLayerConfig(self.layer, buffers, self.window, self.sinks or None)
 
     def stale(self, num_tokens: int, tokens_per_block: int) -> tuple[int, int]:
-        """Blocks that no query behind `num_tokens` tokens reads."""
+        """Blocks that no query after `num_tokens` tokens reads."""
         if self.window is None:
             return 0, 0
         first = -(-self.sinks // tokens_per_block)

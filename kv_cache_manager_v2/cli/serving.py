@@ -1,7 +1,7 @@
 """A serving engine without a model: drives the real manager through a trace, one request after the other or several at once.
 
-Rule: open requests stand in order of admission, and the running ones are a prefix of that order. Whoever gets no page makes the
-newest running request wait, itself included; waiting ones come back last out, first in, once another has ended. So the oldest
+Rule: open requests are kept in order of admission, and the running ones are a prefix of that order. A request that gets no page
+suspends the newest running one, which may be itself. Suspended requests resume oldest first, once another has ended. So the oldest
 request always advances.
 
 A request's prompt is looked up, "computed" (pages are taken, nothing is calculated) and committed; with `decode`, its output
@@ -71,13 +71,13 @@ class Engine:
         self._source = source
         self._concurrency = concurrency  # most requests open at once
         self._decode = decode
-        self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: nobody needs snapshots
+        self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: no layer needs snapshots
         self._stamps = PageStamps(self._manager, self._driver, self._stream, capacity.layers) if verify else None
         self._given_up: list[OpenRequest] = []  # to be admitted again, the oldest last
         self._open: list[OpenRequest] = []  # in order of admission
         self._caches: list[KVCache] = []  # of the open requests
         self._num_running = 0  # _open[:_num_running] run, the others are suspended
-        self._crowded = False  # somebody was suspended, and nobody has ended since: resuming would only suspend again
+        self._crowded = False  # a request was suspended, and none has ended since: resuming would only suspend again
         self._outcome = Outcome([], [0] * len(capacity.num_blocks))
         self._outcome.hit_pages = [[0] * len(capacity.num_blocks) for _kind in capacity.layers.kinds]
 
@@ -127,7 +127,7 @@ class Engine:
         return OpenRequest(index, self._source.prompt(record.block_ids, record.input_length), output)
 
     def _admit(self, request: OpenRequest) -> None:
-        """Look the prompt up; the request stands last, suspended."""
+        """Look the prompt up. The request is the last of the open ones, suspended."""
         cache = self._manager.create_kv_cache(None, request.prompt, id=request.index)
         request.prefilled = False
         if self._stamps is not None:
@@ -168,7 +168,7 @@ class Engine:
     # --- the work of a step
 
     def _resume_suspended(self) -> None:
-        """Bring suspended requests back, the oldest first, as long as there is room and nobody has to make room at once."""
+        """Resume suspended requests, the oldest first, as long as their pages fit without suspending another."""
         while self._num_running < len(self._open) and not (self._crowded and self._num_running):
             if self._caches[self._num_running].resume(self._stream):
                 self._num_running += 1
@@ -183,7 +183,7 @@ class Engine:
             request = self._open[position]
             if not request.prefilled:
                 if not self._grow(position, len(request.prompt)):
-                    continue  # it waits, or is gone: look at whoever stands here now
+                    continue  # it waits, or is gone: go on with the one that is now at this position
                 self._prefill(position)
                 request.prefilled = True
                 if not self._decode:
@@ -262,11 +262,11 @@ class Engine:
         return True
 
     def _make_way(self) -> bool:
-        """At most the oldest request runs, and it gets no room: restart the newest suspended one later, or give the oldest up for
+        """At most the oldest request runs, and its pages do not fit: restart the newest suspended one later, or skip the oldest for
         good if it is alone. False if it was given up."""
         newest = self._open.pop()
         self._caches.pop().close()
-        if not self._open:  # alone with a cache that nobody else uses: it can never fit
+        if not self._open:  # alone with the whole cache: it can never fit
             self._num_running = 0
             self._skip(newest)
             return False
@@ -278,7 +278,7 @@ class Engine:
         return True
 
     def _skip(self, request: OpenRequest) -> None:
-        """Count a request that does not fit; what it found at its look-up served nobody."""
+        """Count a request that does not fit; what its look-up found was of no use."""
         outcome = self._outcome
         outcome.skipped.append(request.index)
         outcome.hit_tokens[request.index] = 0

@@ -32,7 +32,7 @@ class PageStamps:
         self.mismatches: list[str] = []  # the first MAX_MISMATCHES of them
 
     def write(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> None:
-        """Stamp tokens [beg, end) of a running request, whose first tokens have these fingerprints; its state stands at `end`."""
+        """Stamp tokens [beg, end) of a running request, whose first tokens have these fingerprints, and its state at `end`."""
         pieces = self._pieces(cache, fingerprints, beg, end)
         if pieces:
             self._driver.launch(self._stream, lambda: self._write(pieces))
@@ -85,7 +85,7 @@ class _Lane:
         self._prefix = "" if kind.name == "full" else f"{kind.name} layer, "
 
     def pieces(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> list[Piece]:
-        """Each block's share of tokens [beg, end), without the blocks that the window has left behind."""
+        """Each block's share of tokens [beg, end), without the blocks that left the window."""
         size = self._tokens_per_block
         first = beg // size
         last = -(-end // size)
@@ -116,7 +116,7 @@ class _State:
         self._convert = manager.get_page_index_converter(kind.layer, ROLE)
 
     def piece(self, cache: KVCache, fingerprints: bytes, num_tokens: int) -> Piece:
-        """The state behind the first `num_tokens`."""
+        """The state after the first `num_tokens`."""
         slot = cache.get_ssm_block_base_index(self._group)
         assert slot != BAD_PAGE_INDEX, "a running request has no state"
         (index,) = self._convert([slot])

@@ -155,7 +155,7 @@ class _OldHashes(BlockHashes):
             return block.v1
         if not self._warned:
             self._warned = True
-            _log.warning("blocks with multimodal digests, and all behind them, have no v1 hash: they are named by v2_sha256_64")
+            _log.warning("blocks with multimodal digests, and all after them, have no v1 hash: v2_sha256_64 names them")
         return short_hash(self.key_of(block))
 
     def _mix_up_to(self, block: HashedBlock) -> None:

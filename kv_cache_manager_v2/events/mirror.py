@@ -38,7 +38,7 @@ class MirroredBlock:
     def packed_tokens(self) -> bytes:
         """As `KVCacheStoredBlockData.packed_tokens`."""
         if not isinstance(self.content, bytes):
-            raise LogicError("the block has tokens that are neither ids nor digests, which no bytes stand for: read `content`")
+            raise LogicError("the block has tokens that are neither ids nor digests, which cannot be packed: read `content`")
         return self.content
 
 

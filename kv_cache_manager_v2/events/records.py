@@ -106,7 +106,7 @@ class KVCacheStoredBlockData:
         Raises LogicError for tokens with extra ids, and for strings that are no digests: these exist in `tokens` alone.
         """
         if self._tokens:
-            raise LogicError("the block has tokens that are neither ids nor digests, which no bytes stand for: read `tokens`")
+            raise LogicError("the block has tokens that are neither ids nor digests, which cannot be packed: read `tokens`")
         return self._packed
 
     @property

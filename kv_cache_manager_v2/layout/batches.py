@@ -74,14 +74,14 @@ class ResumeNeeds:
 def resume_needs(layout: StorageLayout, config: KVCacheManagerConfig, batch: BatchDesc) -> ResumeNeeds:
     """What it takes to start a batch whose common prompt is in the cache.
 
-    Requests that run stand as described, or at the match, which takes no more of their own. One that waits may still need prompt
-    blocks that fell out of the others' windows; and what it will write into, a block that the match ends in and the recurrent
-    state, is there twice while it starts: cached, and copied.
+    Running requests are as described, or at the match, which takes no more pages of their own. A waiting one may still need prompt
+    blocks that fell out of the others' windows. The block that its match ends in and its recurrent state are there twice while it
+    starts: cached, and copied.
     """
     needs = ResumeNeeds(layout.num_pool_groups)
     count = len(batch.kv_caches)
     own_of = [[0] * layout.num_pool_groups for _request in range(count)]  # what each has alone once it runs
-    waits_of = [[0] * layout.num_pool_groups for _request in range(count)]  # what it copies from, if nobody else needs that
+    waits_of = [[0] * layout.num_pool_groups for _request in range(count)]  # what it copies from, if no other request needs that
     copies_of = [[0] * layout.num_pool_groups for _request in range(count)]
     size = layout.tokens_per_block
     for cycle in layout.life_cycles:
@@ -124,7 +124,7 @@ def _found(layout: StorageLayout, config: KVCacheManagerConfig, request: KVCache
     """The least and the most tokens of the prompt with which a request starts; it is given what it takes of its own with the least.
 
     One that is no longer than the prompt computes its last token itself; but windows and recurrent layers keep nothing for a
-    shorter prompt. Without partial reuse, the end of the prompt is found only by who asks for nothing behind it.
+    shorter prompt. Without partial reuse, only a prompt that ends there finds the end of this one.
     """
     short = request.capacity <= prompt
     most = max(0, request.capacity - 1) if short else prompt

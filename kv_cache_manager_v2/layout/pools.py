@@ -5,7 +5,7 @@ side in one *coalesced buffer*; each coalesced buffer has a pool of its own, the
 slot sizes share a *pool group*. A *slot* is one id, good in every pool of its group: slot i is the i-th piece of each pool.
 
 A real one: layers 0 and 2 with full attention, 1 and 3 with a window of 1024 tokens, 64 KiB of keys and of values and 2 KiB of
-scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Before each buffer stands its
+scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Each buffer is preceded by its
 offset in bytes. The slots of pool group 0 are interchangeable between layer groups 0 and 1. (`explain.draw_layout` draws this.)
 
     pool group 0
@@ -124,7 +124,7 @@ class BufferPlace:
         self.pool = pool
         self.offset = 0  # bytes from the start of the slot, in this pool
         self.size = 0  # bytes, all repetitions
-        self.expansion = 1  # repetitions: the buffer's own blocks in one block of ours
+        self.expansion = 1  # repetitions: the buffer's own, smaller blocks in one block
         self.scale = 1  # buffers in the coalesced buffer
         self.position = 0  # which of them this is: offset / size
         self.layer_util = 1  # how many of them belong to this buffer's layer; they lie side by side

@@ -58,7 +58,7 @@ class LevelSizing:
         return [count * layout.slot_bytes(pool_group) for pool_group, count in enumerate(self.slots)]
 
     def used_quota(self, layout: StorageLayout) -> int:
-        """Bytes of the grains that the slots occupy; the rest of the quota has no room for one more slot of any pool group."""
+        """Bytes of the grains that the slots occupy; the rest of the quota holds no further slot of any pool group."""
         grains = [grains_for_slots(count, layout.slot_sizes[pg], self.granularity) for pg, count in enumerate(self.slots)]
         return sum(grains) * self.granularity
 

@@ -39,7 +39,7 @@ class Block(Leaf):
         self.first: Page | None = None  # the page of the lowest life cycle that has one; see `Page.next_in_block`
         self.children: Leaf | TrieNode | None = None  # see sibling_trie.py
         self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
-        self.key: bytes | None = None  # made when somebody asks
+        self.key: bytes | None = None  # computed on demand
         self.event_state: object = None  # the listener's own notes of this block
 
     def page_gone(self, page: Page) -> None:
@@ -51,7 +51,7 @@ class Block(Leaf):
             listener.page_moved(self, page.life_cycle, source, destination)
 
     def block_key(self) -> bytes:
-        """The chained key; O(ancestors whose key nobody asked for yet). Raises LogicError if it left the tree without one."""
+        """The chained key; O(ancestors without one so far). Raises LogicError for a block that left the tree without its key."""
         missing: list[Block] = []
         node = self
         key = node.key

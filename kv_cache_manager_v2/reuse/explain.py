@@ -36,7 +36,7 @@ class MissCause(Enum):
     PARTIAL_REUSE_OFF = "partial reuse off"  # a block begins with the next tokens, but only whole blocks are reused
     DROPPED = "dropped"  # the next block was cached once
     OTHER_SCOPE = "other scope"  # the next block is cached under another LoRA id or salt
-    NEVER_STORED = "never stored"  # or dropped so long ago that nobody remembers
+    NEVER_STORED = "never stored"  # or dropped before the drops that are recorded
 
 
 @mypyc_attr(native_class=False)
@@ -67,7 +67,7 @@ class MissReport:
         if cause == MissCause.UNSETTLED:
             return f": the block at {self.position} depends on a file load that has not ended"
         if cause == MissCause.NO_SNAPSHOT:
-            return f": {group} has no snapshot behind token {self.num_tokens}, up to {self.position}{self._dropped()}"
+            return f": {group} has no snapshot after token {self.num_tokens}, up to {self.position}{self._dropped()}"
         if cause == MissCause.WINDOW_HOLE:
             return f": {group} has no page in its window for the block at {self.position}{self._dropped()}"
         if cause == MissCause.NOT_COVERED:
@@ -152,7 +152,7 @@ class MissHistory(CacheListener):
         assert isinstance(listed, Block)
         tree = listed.tree
         if tree.loss_level == LOSS_NONE or listed.unsettled > 0:
-            return  # replaced by a longer block, or empty, or nobody could match it yet
+            return  # replaced by a longer block, or empty, or not matchable yet
         key = _drop_key(listed.block_key(), life_cycle)
         self._remove(key)  # so that the latest drop of a block is the last one in the table
         num_bytes = len(listed.tokens) if life_cycle < 0 else 0
@@ -288,7 +288,7 @@ class _Inquiry:
     def _path_end(self, blocks: list[Block], partial: bool, backoff: int) -> MissReport:
         """Nothing cached under this scope begins with more of the prompt."""
         beg = self._num_tokens // self._size * self._size
-        drop = self._drop_behind(blocks, beg)
+        drop = self._dropped_block(blocks, beg)
         if drop is not None:
             return self._report(MissCause.DROPPED, beg, drop.life_cycle if drop.life_cycle >= 0 else None, drop)
         most = self._num_tokens
@@ -302,7 +302,7 @@ class _Inquiry:
             return self._report(MissCause.OTHER_SCOPE, most, None, None, owner)
         return self._report(MissCause.NEVER_STORED, beg)
 
-    def _drop_behind(self, blocks: list[Block], beg: int) -> Drop | None:
+    def _dropped_block(self, blocks: list[Block], beg: int) -> Drop | None:
         """The drop of the longest block at `beg` that the prompt holds whole, and that would have made the match longer.
 
         Only lengths that were dropped are tried, each on top of the shorter ones: O(tokens of a block).

@@ -77,7 +77,7 @@ class ReuseScope:
         return ReuseScope, (self.lora_id, self.salt)
 
 
-ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]  # (lora_id, salt) stands for a scope
+ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]  # a scope, or (lora_id, salt)
 
 
 def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
@@ -178,7 +178,7 @@ def sequence_to_blockchain_keys(
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
     """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
 
-    Takes the same tokens as `pack`; a digest is given back as its 32 bytes. Raises ConfigError before the first item.
+    Takes the same tokens as `pack`; a digest is returned as its 32 bytes. Raises ConfigError before the first item.
     """
     length = at_least(tokens_per_block, "tokens_per_block", 1)
     scope = scope_of(reuse_scope)

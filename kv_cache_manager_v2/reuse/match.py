@@ -6,7 +6,7 @@ exactly n. The answer is the largest such n not above the length of the longest 
 
 Full blocks are unique among siblings, so the path is decided up to its last block: that one may be any sibling that shares the run
 needed. Candidates are tried from the longest down, first the end of a block, then the best end inside it. What was found out about
-the pages behind a window is kept, so that all of it costs O(blocks x life cycles).
+the pages of a window is kept, so that all of it costs O(blocks x life cycles).
 
 Without partial matching a block belongs to the path only if the prompt holds all of it: all full blocks, and a stored partial block
 that the prompt ends with. Back-off and missing pages may still end a match inside such a block.
@@ -29,7 +29,7 @@ _NOTHING: Final = -1
 
 
 class Match:
-    """What of a prompt is cached. It owns nothing: whoever wants the blocks holds their pages before anything else happens."""
+    """What of a prompt is cached. It owns nothing: hold the pages that you need before anything else happens."""
 
     def __init__(self, blocks: list[Block], num_tokens: int, num_lookup_tokens: int, divergence: int, before_hybrid: int) -> None:
         self.blocks = blocks  # those that hold the first `num_tokens` tokens; of the last one possibly only a part is used
@@ -94,7 +94,7 @@ class _Search:
         self.whole = 0  # leading blocks of the path that have the pages without which nothing longer matches
         self.length = 0  # tokens of the longest common path
         self.tokens: TokenSequence | None = None  # where any sibling may be the last block; None: only the path's own, or
-        self.partial_end: Block | None = None  # this partial one behind the path
+        self.partial_end: Block | None = None  # this partial one after the path
         self.good_from: list[int] = []  # by windowed life cycle: blocks from here up to the one looked at have its page
         self.found: Block | None = None  # the last block of the accepted candidate if that ends inside it
 
@@ -107,7 +107,7 @@ class _Search:
         num_tokens: i64 = tokens.num_tokens
         is_text = not tokens.digests
         masks = self.tree.path_masks
-        mask = self.tree.path_mask_behind_sinks
+        mask = self.tree.path_mask_past_sinks
         whole: i64 = _NOTHING
         depth: i64 = 0
         position: i64 = 0
@@ -141,7 +141,7 @@ class _Search:
             self._follow_into(tokens, partial, beg, min(position + size, num_tokens))
 
     def _follow_into(self, tokens: TokenSequence, partial: bool, beg: int, position_end: int) -> None:
-        """Look for what the block behind the path shares with the prompt's next tokens."""
+        """Find what the block after the path shares with the prompt's next tokens."""
         parent = self.path[len(self.path) - 1] if self.path else self.root
         children = parent.children
         if children is None:
@@ -209,7 +209,7 @@ class _Search:
         self.good_from = [len(self.path)] * len(self.tree.windows)
         ordinal = min((limit - 1) // size, self.whole) if limit > 0 else _NOTHING  # of the block in which the candidate ends
         while ordinal >= 0:
-            if ordinal < self.whole and (ordinal + 1) * size <= limit and self._ends_behind(ordinal, snapshots):
+            if ordinal < self.whole and (ordinal + 1) * size <= limit and self._ends_after(ordinal, snapshots):
                 return (ordinal + 1) * size
             run = self._ends_inside(ordinal, min(limit - ordinal * size, size - 1), snapshots)
             if run > 0:
@@ -217,8 +217,8 @@ class _Search:
             ordinal -= 1
         return 0
 
-    def _ends_behind(self, ordinal: int, snapshots: bool) -> bool:
-        """Whether all tokens of the path's blocks up to this one are reusable, none behind them; path masks are known to hold."""
+    def _ends_after(self, ordinal: int, snapshots: bool) -> bool:
+        """Whether a match may end with this block of the path. Its pages that every longer match needs are known to exist."""
         end = ordinal + 1
         mask = self.tree.snapshot_mask
         if snapshots and self.path[ordinal].covered & mask != mask:
@@ -242,7 +242,7 @@ class _Search:
         return good_from <= beg
 
     def _ends_inside(self, ordinal: int, most: int, snapshots: bool) -> int:
-        """The longest reusable run, at most `most` < tokens_per_block tokens, of a block behind the path's first `ordinal`."""
+        """The longest reusable run, at most `most` < tokens_per_block tokens, of a block after the path's first `ordinal`."""
         size = self.tree.tokens_per_block
         least = 1
         windows = self.tree.windows

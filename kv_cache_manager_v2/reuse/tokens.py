@@ -135,7 +135,7 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
 
 
 def check_range(sequence: TokenSequence, beg: int) -> None:
-    """Raise ConfigError if an id at or behind position `beg` is not in [0, 2**31); looks at one byte a token, and only once."""
+    """Raise ConfigError if an id from position `beg` on is not in [0, 2**31). Reads one byte a token, once a sequence."""
     if sequence.checked:
         return
     tops = sequence.data[TOKEN_BYTES * beg + 3 :: TOKEN_BYTES]  # the byte that holds bit 31, which "is ASCII" if the bit is clear
@@ -188,7 +188,7 @@ def gen_multimodal_cache_key_tokens(
     token_offset: SupportsIndex = 0,
     uuid: str | None = None,
 ) -> list[int | bytes | MmItemContext]:
-    """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
+    """The tokens of `num_tokens` positions of one multimodal item, from the item's position `token_offset` on.
 
     The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
     keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
@@ -253,7 +253,7 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
 
 
 def _digest_of(item: object, position: int) -> bytes | None:
-    """The digest that an element stands for, None if it stands for none."""
+    """The digest of an element; None if it is an id."""
     if isinstance(item, MmItemContext):
         return item.digest
     if isinstance(item, bytes):
@@ -340,7 +340,7 @@ def _tensor_words(tensor: Any) -> bytes | None:
 
 def _narrow(data: bytes) -> bytes:
     """64-bit words of this machine as 32-bit ones. Raises ConfigError for the first that does not fit."""
-    numpy: Any = sys.modules.get("numpy")  # whoever passes long buffers has it; importing it for one would take longer
+    numpy: Any = sys.modules.get("numpy")  # a caller with long buffers has imported it; importing it here would take longer
     if numpy is not None:
         words = numpy.frombuffer(data, numpy.int64)
         fits = not (words >> 31).any()

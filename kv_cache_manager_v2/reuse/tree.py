@@ -1,8 +1,8 @@
 """The radix tree of cached blocks: which tokens are cached under which scope, and the page of each life cycle.
 
-Rule: a node is worth keeping only while something can still match through it. Where a lost page makes every longer sequence
-unmatchable (full attention, sinks), its subtree goes with it; a block with no child, no page and no open request is pruned. Blocks
-own their children, pages are the storage's: the tree lists them, and tells the storage when it begins and when it stops to.
+Rule: a block stays only while something can still match through it. If a lost page makes every longer sequence unmatchable (full
+attention, sinks), the block's subtree is dropped; a block without a child, a page and an open request is pruned. Blocks own their
+children. Pages belong to the storage: the tree lists them, and tells the storage when it starts and stops listing one.
 
 Only full blocks have children. No two siblings are prefixes of one another: a block that a longer sibling covers is not added, and
 a longer block takes the place, and the pages, of the one that it continues. Nothing here recurses, however deep the tree.
@@ -31,7 +31,7 @@ LOSS_CLEARED: Final = -1
 
 
 class RadixTree:
-    """All cached blocks. Who drops it calls `clear` first: blocks and tree refer to each other."""
+    """All cached blocks. Call `clear` before dropping a tree: blocks and tree refer to each other."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RadixTree:
         self.num_superseded = 0  # partial blocks that a longer one has replaced, since construction
         self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
         self.has_attention = False
-        self.windows: list[LifeCycle] = []  # those that lose interest in blocks behind their sinks
+        self.windows: list[LifeCycle] = []  # windows: they stop needing blocks past their sinks
         for life_cycle in life_cycles:
             if not life_cycle.is_attention:
                 self.snapshot_mask |= 1 << life_cycle.index
@@ -63,7 +63,7 @@ class RadixTree:
                 self.windows.append(life_cycle)
         num_sinks = max([life_cycle.num_sink_blocks for life_cycle in life_cycles], default=0)
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
-        self.path_mask_behind_sinks = self._path_mask_at(NEVER)
+        self.path_mask_past_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
         self._index: KeyIndex | None = None  # kept from the first look-up by key on
 
@@ -77,7 +77,7 @@ class RadixTree:
     def path_mask(self, ordinal: int) -> int:
         """Bit set of the life cycles without whose page at this ordinal nothing longer can match."""
         masks = self.path_masks
-        return masks[ordinal] if ordinal < len(masks) else self.path_mask_behind_sinks
+        return masks[ordinal] if ordinal < len(masks) else self.path_mask_past_sinks
 
     # -- roots and keys ------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class RadixTree:
         Gives the block and BLOCK_NEW, BLOCK_EXISTS or BLOCK_COVERED. A new block takes over the pages of the sibling that it
         continues, each still good for the tokens that it was good for.
         """
-        assert parent.attached, "the parent has left the tree: whoever builds on a block pins it"
+        assert parent.attached, "the parent has left the tree: pin a block before adding to it"
         assert parent.ordinal < 0 or parent.num_tokens == self.tokens_per_block, "only a full block has children"
         assert 0 < num_tokens <= self.tokens_per_block, num_tokens
         children = parent.children
@@ -163,9 +163,9 @@ class RadixTree:
         self.loss_level = LOSS_NONE
         self._tell_removed(old)
         pages = old.take_pages()
-        self._let_go(old)
-        if old.unsettled:  # nobody knows yet whether its pages are right, and whoever will know knows the old block
-            self._give_back_all(pages)
+        self._detach(old)
+        if old.unsettled:  # its pages may turn out wrong, and the load that decides it refers to the old block
+            self._unlist_all(pages)
             return
         for page in pages:
             new.put_page(page)
@@ -218,7 +218,7 @@ class RadixTree:
         return True
 
     def page_gone(self, block: Block, page: Page) -> None:
-        """The storage dropped or lost a page: forget it, and all that can no longer be matched without it."""
+        """The storage dropped or lost a page: remove it, and all blocks that cannot be matched without it."""
         if not block.forget_page(page):
             return  # forgotten before, as when a block above went first
         if not block.attached:
@@ -234,16 +234,16 @@ class RadixTree:
         self._prune(block)
 
     def drop_page(self, page: Page) -> None:
-        """Give up a page on purpose (a planned drop), with the same consequences as its loss."""
+        """Drop a page on purpose (a planned drop), with the same consequences as its loss."""
         owner = page.owner
         if owner is not None:
             block = as_block(owner)
             assert block.page(page.life_cycle) is page, "the page's owner does not list it"
             self.page_gone(block, page)
-            self._give_back(page)
+            self._unlist(page)
 
     def remove(self, block: Block) -> None:
-        """Take a block and all its descendants out of the tree, and what is then not worth keeping above; O(subtree)."""
+        """Remove a block, all its descendants, and the blocks above that are then pruned; O(subtree)."""
         parent = block.parent
         assert block.attached, "the block has left the tree"
         assert parent is not None, "a root is dropped by clear, or with its last block"
@@ -271,7 +271,7 @@ class RadixTree:
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _recount(self, block: Block) -> None:
-        """Recompute what matching wants to know of the block's pages."""
+        """Recompute the summary of the block's pages that a match reads."""
         num_tokens: int = block.num_tokens  # not i32, as the attribute is: positions are shifted by below
         covered = 0
         reach = num_tokens
@@ -297,7 +297,7 @@ class RadixTree:
                 sibling_trie.refresh(parent.children, block)
 
     def _prune(self, block: Block) -> None:
-        """Drop a block that is worth nothing, then its parent if that is now, and so on to the root."""
+        """Remove a block that nothing can match through, then its parent if that is now one, and so on to the root."""
         node = block
         while node.children is None and node.pins == 0 and node.first is None:
             parent = node.parent
@@ -307,7 +307,7 @@ class RadixTree:
             assert parent.children is not None
             parent.children = sibling_trie.remove(parent.children, node)
             self._tell_removed(node)
-            self._let_go(node)
+            self._detach(node)
             node = parent
 
     def _drop_root(self, block: Block) -> None:
@@ -317,7 +317,7 @@ class RadixTree:
             del self._roots[block.scope.data]
 
     def _drop_subtree(self, top: Block) -> None:
-        """Forget all blocks from `top` on, which its parent no longer lists; parents are reported first."""
+        """Detach `top`, which its parent no longer lists, and all its descendants; parents are reported first."""
         gone = subtree(top)
         for block in gone if top.ordinal >= 0 else gone[1:]:  # a root is no block
             self._tell_removed(block)
@@ -325,11 +325,11 @@ class RadixTree:
         for block in gone:
             pages = block.take_pages()
             if block.ordinal >= 0:
-                self._let_go(block)
+                self._detach(block)
             if isinstance(block.children, TrieNode):
                 sibling_trie.dismantle(block.children)
             block.children = None
-            self._give_back_all(pages)
+            self._unlist_all(pages)
 
     def _tell_stored(self, block: Block, page: Page) -> None:
         if self.listener is not None:
@@ -343,17 +343,17 @@ class RadixTree:
         if self.listener is not None:
             self.listener.block_removed(block)
 
-    def _let_go(self, block: Block) -> None:
-        """Cut a block's links; whoever still refers to it finds its tokens, and that it is detached."""
+    def _detach(self, block: Block) -> None:
+        """Cut a block's links. References to it still find its tokens, and that it is detached."""
         block.attached = False
         block.parent = None
         self.num_blocks -= 1
 
-    def _give_back_all(self, pages: list[Page]) -> None:
+    def _unlist_all(self, pages: list[Page]) -> None:
         for page in pages:
-            self._give_back(page)
+            self._unlist(page)
 
-    def _give_back(self, page: Page) -> None:
+    def _unlist(self, page: Page) -> None:
         """Tell the storage that a page is listed no longer."""
         if not page.alive():
             return  # the storage dropped it in the same sweep

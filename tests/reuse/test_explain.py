@@ -10,8 +10,7 @@ from kv_cache_manager_v2 import CacheTier, ConfigError, MissCause, MissReport, R
 from kv_cache_manager_v2.reuse.explain import MissHistory, explain
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.manager.helpers import Rig, small
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, toks, window
-from tests.storage.helpers import make_cell
+from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, digest, toks, window
 
 TIERS = [CacheTier.GPU_MEM, CacheTier.HOST_MEM]
 
@@ -146,7 +145,7 @@ def test_no_snapshot() -> None:
     assert asked.ask(toks(0, 15)).num_tokens == 8
     report = asked.ask(toks(0, 15))
     assert (report.cause, report.position, report.life_cycle) == (MissCause.NO_SNAPSHOT, 15, 1)
-    assert "no snapshot behind token 8, up to 15" in str(report)
+    assert "no snapshot after token 8, up to 15" in str(report)
     asked.cache.lose(path[3], 1)
     report = asked.ask(toks(0, 16))
     assert (report.cause, report.dropped_at) == (MissCause.NO_SNAPSHOT, 4)
@@ -227,3 +226,42 @@ class TestManager:
     def test_a_negative_history_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="miss_history"):
             dataclasses.replace(small(4), miss_history=-1)
+
+
+def test_the_longest_dropped_block_that_the_prompt_holds_is_named() -> None:
+    """Of dropped blocks of several lengths, digests among them, the longest that the prompt begins with is named."""
+    first, second = digest(1), digest(2)
+    prompt: list[Token] = [1, first, 3, second, 5, 6]
+    asked = Asked(8, FULL)
+    dropped: list[list[Token]] = [[1], [1, first, 3, 7], [1, first, 3], [1, first], [1, first, 3, second, 5, 6, 9], [1, first, 9]]
+    for tokens in dropped:
+        asked.cache.store(tokens)
+        asked.cache.lose(asked.cache.tree.all_blocks()[0])
+    assert asked.history.lengths(1000) == sorted({len(pack(tokens).data) for tokens in dropped})
+    report = asked.ask(prompt)
+    assert (report.cause, report.position) == (MissCause.DROPPED, 0)
+    assert report.dropped_at == 3  # [1, first, 3] was the third to come
+    assert asked.ask([1, 2]).dropped_at == 1
+    assert asked.ask([2]).cause == MissCause.NEVER_STORED
+
+
+def test_the_history_counts_the_lengths_of_what_it_keeps() -> None:
+    """The oldest drops leave it, and the latest drop of a block takes the place of the one before."""
+    asked = Asked(4, FULL, limit=2)
+    for tokens in (toks(0, 1), toks(10, 12), toks(10, 12), toks(20, 23)):
+        asked.cache.store(tokens)
+        asked.cache.lose(asked.cache.tree.all_blocks()[0])
+    assert len(asked.history) == 2
+    assert asked.history.lengths(16) == [8, 12]
+    assert asked.history.lengths(11) == [8]
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_what_is_hashed_grows_with_the_lengths_dropped_and_not_with_the_block(size: int) -> None:
+    """An explanation looks at the lengths of drops alone, whatever the length of a block."""
+    asked = Asked(size, FULL)
+    asked.cache.store(toks(0, size))
+    asked.cache.lose(asked.cache.tree.all_blocks()[0])
+    assert asked.history.lengths(4 * size) == [4 * size]
+    assert asked.ask(toks(1000, 1000 + size)).cause == MissCause.NEVER_STORED
+    assert asked.ask(toks(0, size)).cause == MissCause.DROPPED

@@ -423,6 +423,25 @@ class TestKeys:
         assert self.by_keys(cache, keys).num_tokens == 4
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_keys_that_several_blocks_share_lead_to_the_longest_match(order: tuple[int, ...]) -> None:
+    """With SHA-256 three prompts have the same keys, and different blocks of them are cached: the longest is found."""
+    imitation = bytes(32)
+    prompts: list[list[Token]] = [
+        [0, 0, imitation, 0, 5, 6, 7, 8, 9],
+        [0, 0, 0, imitation, 5, 6, 7, 8, 9, 10, 11, 12],
+        [0, imitation, 0, 0, 5],
+    ]
+    cache = Cache(4, FULL, block_key_hash="sha256")
+    for index in order:
+        cache.store(prompts[index])
+    keys = [key for _part, key in sequence_to_blockchain_keys(4, None, prompts[1], "sha256")][1:]
+    assert match_keys(cache.tree, EMPTY_SCOPE, keys, 0).num_tokens == 12
+    cache.tree.remove(cache.match(prompts[1]).blocks[0])
+    assert match_keys(cache.tree, EMPTY_SCOPE, keys, 0).num_tokens == 8
+    assert match_keys(cache.tree, EMPTY_SCOPE, keys[:1], 0).num_tokens == 4
+
+
 def test_matching_changes_nothing() -> None:
     """A probe is read-only: no pin, no page call, no node, not even for a scope nobody knew (case 142)."""
     cache = Cache(4, FULL, window(4))

@@ -103,8 +103,7 @@ class KVCacheEventManager(CacheListener):
         """
 
     def snapshot_events(self) -> EventSnapshot:
-        """What is announced now, as stored events with id -1, and the id from which the stream goes on behind it.
+        """All announced blocks as stored events with id -1, and the id of the first event that is not in them.
 
-        Events with smaller ids that still wait for a flush or a reader are contained in it: skip them. O(announced blocks). Raises
-        LogicError if events are turned off.
+        Skip events with smaller ids that a flush or a reader still gets. O(announced blocks). Raises LogicError if events are off.
         """

@@ -3,7 +3,7 @@
 Rule: byte offsets are Python ints and never wrap; page indices are int32, and what does not fit is refused, not wrapped.
 
 A kernel addresses a buffer as base + stride * index. With S buffers in the coalesced buffer, the buffer at position k, and e
-repetitions of the buffer's own blocks in one of ours, slot b has the indices
+repetitions of the buffer's own blocks in one block, slot b has the indices
 
     SHARED     (b * S) * e + i          base = pool base + offset of the buffer; all layers of a group use equal indices
     PER_LAYER  (b * S + k) * e + i      base = pool base
@@ -77,7 +77,7 @@ def page_index_upper_bound(layout: StorageLayout, place: BufferPlace, num_slots:
     """
 
 def buffer_base(place: BufferPlace, pool_base: int, mode: PageIndexMode) -> int:
-    """Address that page index 0 of a buffer stands for."""
+    """The address of page index 0 of a buffer."""
 
 def resolve_mode(layout: StorageLayout, mode: PageIndexMode | None) -> PageIndexMode:
     """The mode that a caller means. Raises ConfigError if it is left out although scratch reuse is on."""

@@ -5,7 +5,7 @@ side in one *coalesced buffer*; each coalesced buffer has a pool of its own, the
 slot sizes share a *pool group*. A *slot* is one id, good in every pool of its group: slot i is the i-th piece of each pool.
 
 A real one: layers 0 and 2 with full attention, 1 and 3 with a window of 1024 tokens, 64 KiB of keys and of values and 2 KiB of
-scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Before each buffer stands its
+scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Each buffer is preceded by its
 offset in bytes. The slots of pool group 0 are interchangeable between layer groups 0 and 1. (`explain.draw_layout` draws this.)
 
     pool group 0

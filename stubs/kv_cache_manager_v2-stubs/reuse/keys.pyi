@@ -85,5 +85,5 @@ def sequence_to_blockchain_keys(
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
     """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
 
-    Takes the same tokens as `pack`; a digest is given back as its 32 bytes. Raises ConfigError before the first item.
+    Takes the same tokens as `pack`; a digest is returned as its 32 bytes. Raises ConfigError before the first item.
     """

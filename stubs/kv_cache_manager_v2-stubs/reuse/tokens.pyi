@@ -56,7 +56,7 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
     """As `pack`, but the ids of a buffer may be out of range until `check_range` has looked; for matching, which does so itself."""
 
 def check_range(sequence: TokenSequence, beg: int) -> None:
-    """Raise ConfigError if an id at or behind position `beg` is not in [0, 2**31); looks at one byte a token, and only once."""
+    """Raise ConfigError if an id from position `beg` on is not in [0, 2**31). Reads one byte a token, once a sequence."""
 
 def unpack(data: bytes) -> list[int | bytes]:
     """The tokens of packed bytes: ids, and digests as 32 bytes."""
@@ -74,7 +74,7 @@ def gen_multimodal_cache_key_tokens(
     token_offset: SupportsIndex = 0,
     uuid: str | None = None,
 ) -> list[int | bytes | MmItemContext]:
-    """The tokens that stand for `num_tokens` positions of one multimodal item, from its own position `token_offset` on.
+    """The tokens of `num_tokens` positions of one multimodal item, from the item's position `token_offset` on.
 
     The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
     keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
