@@ -20,7 +20,6 @@ from kv_cache_manager_v2.layout.batches import batch_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.manager import KVCacheManager
-from kv_cache_manager_v2.request import residency
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.reuse.block import Block
@@ -154,7 +153,7 @@ def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]:
 def live_pages(cache: KVCache) -> list[Page]:
     """The pages that a request's next step may read, recurrent state included; neither scratch nor stale ones."""
     with cache.state.shared.lock:
-        return residency.live_pages(cache.state)
+        return cache.state.live_pages()
 
 
 def committed_page_is_linked(cache: KVCache, ordinal: int, life_cycle: int) -> bool | None:

@@ -25,7 +25,7 @@ from kv_cache_manager_v2.arguments import (
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
 from kv_cache_manager_v2.page_index_views import PageIndexViews
-from kv_cache_manager_v2.request import batch, beams, counts, growth, planned_drop, residency
+from kv_cache_manager_v2.request import batch, beams, counts, planned_drop, residency
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
 from kv_cache_manager_v2.request.call import Call
@@ -230,7 +230,7 @@ class KVCache(PageIndexViews):
         Raises LogicError unless ACTIVE, ConfigError for a history that goes back or a capacity below the history.
         """
         state = self._state
-        if type(capacity) is int and history_length is None and growth.stay_inside_block(state, capacity):
+        if type(capacity) is int and history_length is None and state.stay_inside_block(capacity):
             return True
         return batch.resize(state, whole_or_none(capacity, "capacity"), whole_or_none(history_length, "history_length"))
 
@@ -318,18 +318,9 @@ class KVCache(PageIndexViews):
             state.require(SUSPENDED, "resume()")
             if stream is None and not state.stream_set:
                 raise LogicError("resume() needs a stream: none was ever given to this cache")
-            before = state.stream
             if stream is not None:
                 self._shared.timeline.record(stream)  # raises, before anything changes, for a stream that there is not
-                state.stream = stream
-            done = False
-            try:
-                done = residency.resume(state)
-            finally:
-                if done:
-                    state.stream_set = True
-                else:
-                    state.stream = before
+            done = residency.resume(state, state.stream if stream is None else stream)
         return done
 
     def suspend(self) -> None:
@@ -357,17 +348,22 @@ class KVCache(PageIndexViews):
         """Whether every page that the next step reads is on the GPU with its bytes in place, so that no stream will wait for a
         load.
 
-        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks.
+        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks. False if a load has failed: `resume` raises then.
         """
         with self._shared.lock, Call(self._shared, "is_loaded"):
             return residency.is_loaded(self._state)
 
     def close(self) -> None:
-        """End of the request: what was committed stays cached, all else is given up. Idempotent, from any state."""
+        """End of the request: what was committed stays cached, all other pages are freed. Idempotent, from any state.
+
+        Raises PageDataLostError, with the cache closed, if the request computed on bytes that a failed load never brought and no
+        other call has said so.
+        """
         if self._state.status == CLOSED:
             return
         with self._shared.lock, Call(self._shared, "close()"):
             residency.close(self._state)
+        self._state.report_loss()
 
     def fork(self, id: SupportsIndex | None = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its

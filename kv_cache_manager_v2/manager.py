@@ -189,7 +189,7 @@ class KVCacheManager(ManagerStatistics):
                     expected = tokens.num_tokens
                 state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
             if tokens is not None:
-                creation.take_up(state, self._match(scope, tokens), tokens)
+                creation.start(state, self._match(scope, tokens), tokens)
             handle = KVCache(self, state)  # before it is open: a handle that is dropped is noticed
             shared.enter(state)
         return handle

@@ -86,12 +86,12 @@ class PageIndexViews:
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
     def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
-        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
+        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while no block does.
 
         Each beam has slots of its own. Valid until a length changes.
         """
         table = self._table(layer_group_id, beam_idx)
-        return scratch.describe(table) if self._state.scratch else None
+        return scratch.describe(table)
 
     @property
     def has_scratch_slots(self) -> bool:

@@ -25,14 +25,15 @@ def check_accounts(shared: ManagerState) -> None:
     locks: dict[int, int] = {}
     holds: dict[int, int] = {}
     pages: dict[int, Page] = {}
+    active = sum([1 for request in shared.open.values() if request.status == ACTIVE])
+    assert shared.num_active == active, (shared.num_active, active)
     for request in shared.open.values():
         _check_state(request)
         for table in request.tables:
-            beg, end = table.stale(request.history)
             for ordinal, page in enumerate(table.pages):
                 if page is None:
                     continue
-                locked = request.status == ACTIVE and not beg <= ordinal < end
+                locked = request.status == ACTIVE and table.is_live(ordinal)
                 book = locks if locked else holds
                 key = id(page)
                 book[key] = book.get(key, 0) + 1
@@ -46,6 +47,9 @@ def check_accounts(shared: ManagerState) -> None:
                 key = id(recurrent.page)
                 book[key] = book.get(key, 0) + 1
                 pages[key] = recurrent.page
+    for reservation in shared.unreleased:
+        for page in reservation.pages:
+            locks[id(page)] = locks.get(id(page), 0) + 1
     _check_pins(shared)
     for page in pages.values():
         assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
@@ -73,12 +77,14 @@ def _check_state(request: Request) -> None:
     assert (request.tip is None) == (not request.path), "the path ends where the full committed blocks end"
     assert request.tip is None or request.tip.pins > 0
     for table in request.tables:
-        beg, end = table.stale(request.history)
+        start, end = table.life_cycle.stale(request.history)
+        assert end == start or (start, end) == (table.stale_start, table.stale_end), "the stale range has moved"
+        assert end > start or table.stale_end == table.stale_start
         assert len(table.pages) == request.num_blocks == table.row.length
         assert table.life_cycle.next_stale_change(request.history) >= request.next_stale
         entries = table.row.values()
         for ordinal, page in enumerate(table.pages):
-            live = page is not None and request.status == ACTIVE and not beg <= ordinal < end
+            live = page is not None and request.status == ACTIVE and table.is_live(ordinal)
             if live and page is not None:
                 assert page.level == 0, page.level
                 assert entries[ordinal] == page.slot

@@ -47,7 +47,7 @@ def commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end
 
 def commit_token(request: Request, token: int) -> None:
     """`KVCache.commit([token])`."""
-    if not committing.append_inside_block(request, token):
+    if not request.append_inside_block(token):
         with request.shared.lock:
             _commit_token(request, token, NULL_POINT)
 
@@ -56,7 +56,7 @@ def _commit_token(request: Request, token: int, point: Point) -> Point:
     """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
     held."""
     with Call(request.shared, "commit()"):
-        if not committing.takes_one(request, token):
+        if not request.takes_one(token):
             _commit(request, pack([token], request.text_only), None, False)
             return point
         if point == NULL_POINT:
@@ -99,7 +99,7 @@ def resize_all(requests: list[Request], capacities: list[object], histories: lis
                 item = capacities[position]
                 capacity = item if type(item) is int else whole(item, f"capacities[{position}]")
                 if histories is None:
-                    if growth.stay_inside_block(request, capacity):
+                    if request.stay_inside_block(capacity):
                         continue
                     if not _resize(request, capacity, None):
                         return position
@@ -134,7 +134,7 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
                         commit(request, pack(item, request.text_only), None, False)
                         continue
                     token = scalar
-                if not committing.append_inside_block(request, token):
+                if not request.append_inside_block(token):
                     if request.stream != stream:
                         stream = request.stream
                         point = NULL_POINT

@@ -1,28 +1,147 @@
-"""The pages of one attention life cycle of one beam of a request."""
+"""The pages of one attention life cycle of one beam of a request, and the row in which the engine reads their indices.
+
+Rule: a block is live unless it is stale, that is, out of the window at the request's history. An ACTIVE request locks the pages of
+live blocks and holds those of stale ones, which only wait for their block's commit; a SUSPENDED request holds both.
+"""
 
 from __future__ import annotations
 
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, Point
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
-from kv_cache_manager_v2.request.page_index_row import PageIndexRow
+from kv_cache_manager_v2.request.page_index_row import PageIndexRow, SlotWriter, bad_run
+from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
 
 class BlockTable:
-    """The pages of one attention life cycle, block by block, and the row in which the engine reads their indices."""
+    """Pages by block ordinal. Calls are O(1), or O(blocks that come or go)."""
 
-    def __init__(self, life_cycle: LifeCycle, pool_group: int) -> None:
+    def __init__(self, life_cycle: LifeCycle, pool_group: int, hierarchy: Hierarchy) -> None:
         self.life_cycle = life_cycle
         self.index: int = life_cycle.index
         self.pool_group = pool_group
+        self.hierarchy = hierarchy
         self.pages: list[Page | None] = []  # by block ordinal
         self.row = PageIndexRow()
+        self.stale_start = 0  # blocks stale_start .. stale_end - 1 are stale; cached whenever the range moves
+        self.stale_end = 0
         self.scratch: list[Page] = []  # slots that the blocks of `scratch_span` share
         self.scratch_span = (0, 0)
         self.pending_from = 0  # statistics: pages from this ordinal on are counted as taken, and not committed yet
         self.generated_from = NEVER  # ... and from this one on as taken while generating
 
-    def stale(self, history: int) -> tuple[int, int]:
-        """The life cycle's stale range, cut to the blocks that there are."""
-        beg, end = self.life_cycle.stale(history)
-        count = len(self.pages)
-        return min(beg, count), min(end, count)
+    def set_history(self, history: int) -> None:
+        """Move the stale range. The pages that leave it have been dealt with by `leave`."""
+        self.stale_start, self.stale_end = self.life_cycle.stale(history)
+
+    def is_live(self, ordinal: int) -> bool:
+        """Whether the next step may read the block."""
+        return not self.stale_start <= ordinal < self.stale_end
+
+    def leaving(self, history: int) -> tuple[int, int]:
+        """The blocks that become stale when the history moves."""
+        start, end = self.life_cycle.stale(history)
+        return max(self.stale_end, start), min(end, len(self.pages))
+
+    # --- blocks
+
+    def append(self, page: Page | None) -> None:
+        """One more block, with a page that the request has locked, or without one."""
+        self.pages.append(page)
+        self.row.append(BAD_PAGE_INDEX if page is None else page.slot)
+
+    def extend(self, pages: list[Page]) -> None:
+        """More blocks, each with a locked page; the row grows once."""
+        if len(pages) == 1:
+            page = pages[0]
+            self.pages.append(page)
+            self.row.append(page.slot)
+            return
+        slots = SlotWriter()
+        for page in pages:
+            self.pages.append(page)
+            slots.add(page.slot)
+        self.row.extend(slots.values())
+
+    def share(self, pages: list[Page | None]) -> None:
+        """The blocks of a SUSPENDED request: pages that it holds already."""
+        self.pages = pages
+        self.row.fill(bad_run(len(pages)))
+
+    def replace(self, ordinal: int, page: Page) -> None:
+        """Another page of the same bytes, locked already, for a live block of an ACTIVE request."""
+        self.pages[ordinal] = page
+        self.row.set(ordinal, page.slot)
+
+    def end_page(self, ordinal: int, active: bool, point: Point) -> None:
+        """Unlock or release the page of a block, if it has one; `point` is the end of the request's work on it."""
+        page = self.pages[ordinal]
+        if page is None:
+            return
+        self.pages[ordinal] = None
+        if active and self.is_live(ordinal):
+            self.row.set(ordinal, BAD_PAGE_INDEX)
+            self.hierarchy.unlock(page, point)
+        else:
+            self.hierarchy.release(page)
+            self.hierarchy.make_youngest(page)
+
+    def leave(self, ordinal: int, stays_held: bool, point: Point) -> None:
+        """A live block becomes stale: its page is unlocked, or held until the block's commit."""
+        page = self.pages[ordinal]
+        assert page is not None, "a block without a page has nothing to leave"
+        self.row.set(ordinal, BAD_PAGE_INDEX)
+        if stays_held:
+            self.hierarchy.hold_locked(page, point)
+        else:
+            self.pages[ordinal] = None
+            self.hierarchy.unlock(page, point)
+
+    def take(self, ordinal: int) -> None:
+        """The locked page of a block is used elsewhere."""
+        self.pages[ordinal] = None
+        self.row.set(ordinal, BAD_PAGE_INDEX)
+
+    def release_stale(self, first: int, last: int) -> None:
+        """Release the stale pages of blocks first .. last - 1, which only waited for a commit."""
+        for ordinal in range(max(self.stale_start, first), min(self.stale_end, last, len(self.pages))):
+            page = self.pages[ordinal]
+            if page is not None:
+                self.pages[ordinal] = None
+                self.hierarchy.release(page)
+
+    def shrink(self, blocks: int, point: Point) -> None:
+        """Remove the blocks from `blocks` on of an ACTIVE request, the last one first."""
+        for ordinal in range(len(self.pages) - 1, blocks - 1, -1):
+            self.end_page(ordinal, True, point)
+        del self.pages[blocks:]
+        self.row.truncate(blocks)
+        self.pending_from = min(self.pending_from, blocks)
+
+    def exchange(self, other: BlockTable, ordinal: int, active: bool) -> None:
+        """Swap the pages of one block with another beam's table. A block that the other beam shares stays."""
+        mine, theirs = self.pages[ordinal], other.pages[ordinal]
+        if theirs is None:
+            return
+        self.pages[ordinal], other.pages[ordinal] = theirs, mine
+        if active and self.is_live(ordinal):
+            self.row.set(ordinal, theirs.slot)
+            other.row.set(ordinal, BAD_PAGE_INDEX if mine is None else mine.slot)
+
+    # --- scratch
+
+    def trim_scratch(self, count: int, point: Point) -> None:
+        """Unlock scratch slots beyond `count`; `point` is the end of the request's work on them."""
+        while len(self.scratch) > count:
+            self.hierarchy.unlock(self.scratch.pop(), point)
+        if count == 0:
+            self.scratch_span = (0, 0)
+
+    # --- the row
+
+    def publish(self) -> None:
+        """Write the slots of the live pages, all of them locked. O(blocks)."""
+        slots = SlotWriter()
+        for ordinal, page in enumerate(self.pages):
+            slots.add(BAD_PAGE_INDEX if page is None or self.stale_start <= ordinal < self.stale_end else page.slot)
+        self.row.fill(slots.values())

@@ -28,6 +28,7 @@ from kv_cache_manager_v2.request.live_managers import DROPPED, close_dropped
 from kv_cache_manager_v2.request.lock import held_twice
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED, Request
+from kv_cache_manager_v2.request.reservation import release_again
 from kv_cache_manager_v2.request.residency import close
 
 _log: Final = logging.getLogger(__name__)
@@ -53,7 +54,14 @@ class Call:
         shared.running = self._name
         if shared.ledger.enabled:  # nothing changes between calls, so these are the counts that the last call left
             shared.ledger.note_peaks()
-        if shared.abandoned or shared.discarded_plans or shared.closed_loads or shared.hierarchy.transfers_in_flight > 0 or DROPPED:
+        if (
+            shared.abandoned
+            or shared.discarded_plans
+            or shared.closed_loads
+            or shared.unreleased
+            or shared.hierarchy.transfers_in_flight > 0
+            or DROPPED
+        ):
             try:
                 self._closed = _catch_up(shared)
             except BaseException as error:
@@ -177,13 +185,15 @@ def _catch_up(shared: ManagerState) -> list[Request] | None:
     """
     if DROPPED:
         close_dropped(shared.driver)
+    if shared.unreleased:
+        release_again(shared)
     closed = _close_abandoned(shared) if shared.abandoned else None
     while shared.discarded_plans:
         shared.withdraw_plan(shared.discarded_plans.pop())
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
     if shared.closed_loads:
-        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle(shared.tree)]
+        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle_closed(shared.tree)]
     if shared.ledger.enabled:  # the call itself may take again what was freed here
         shared.ledger.note_peaks()
     return closed

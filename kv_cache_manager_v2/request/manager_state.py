@@ -19,6 +19,7 @@ from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.request.lock import Lock, make_lock
 from kv_cache_manager_v2.request.pending_loads import PendingLoads
+from kv_cache_manager_v2.request.reservation import Reservation
 from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -70,7 +71,9 @@ class ManagerState:
         # what the next call has to do
         self.closed_loads: list[PendingLoads] = []  # of requests that closed before their file transfers ended
         self.discarded_plans: list[list[Page]] = []  # of drop handles that were never used
+        self.unreleased: list[Reservation] = []  # whose slots stay taken until the device answers
         self.abandoned: list[Request] = []  # handles dropped without close
+        self.num_active = 0  # requests that are ACTIVE
         # who may call
         self.mutex = threading.RLock()
         self.lock: Lock = make_lock(self.mutex)

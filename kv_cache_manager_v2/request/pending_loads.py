@@ -1,38 +1,64 @@
 """File transfers whose bytes a request builds on before it knows that they are right.
 
-Rule: nobody can match a block that was committed on such bytes until every transfer has ended well.
+Rule: no block that was committed on such bytes can be matched until every transfer has ended well. If one fails, those blocks
+leave the tree, and one line of the log names the request.
 """
 
 from __future__ import annotations
+
+import logging
+from typing import Final
 
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.storage.page import Page
 
+_log: Final = logging.getLogger(__name__)
+
+
+def name_of(request_id: int | None) -> str:
+    """How messages name a request."""
+    return "a request without id" if request_id is None else f"request {request_id}"
+
+
+def log_loss(request_id: int | None, page: Page) -> None:
+    """Say in the log which request depends on a lost page."""
+    _log.error(
+        "%s: a page of life cycle %d was lost by a failed file transfer; what it computed since is wrong",
+        name_of(request_id),
+        page.life_cycle,
+    )
+
 
 class PendingLoads:
-    """Bytes that file transfers still carry, and what a request committed on top of them before it knew whether they were right.
+    """The pages that a request awaits, and the blocks that are hidden until they have arrived. O(pages awaited) a call."""
 
-    Nobody can match those blocks (they are hidden) until every transfer ended well; if one fails, they all leave the tree.
-    """
-
-    def __init__(self) -> None:
-        self.awaited: list[Page] = []  # pages in flight
-        self.blocks: list[Block] = []  # hidden until all is settled
+    def __init__(self, request_id: int | None) -> None:
+        self.request_id = request_id
+        self.awaited: list[Page] = []  # pages with a transfer in flight
+        self.blocks: list[Block] = []  # hidden until none is
         self.lost: Page | None = None  # an awaited page whose transfer failed
 
-    def share(self) -> PendingLoads:
-        """The same transfers, for a request that builds on the same bytes; the blocks stay with whoever committed them."""
-        twin = PendingLoads()
+    def share(self, request_id: int | None) -> PendingLoads:
+        """The same transfers, for a request that builds on the same bytes. The blocks stay with the request that committed them."""
+        twin = PendingLoads(request_id)
         twin.awaited = list(self.awaited)
         return twin
 
     def add(self, tree: RadixTree, block: Block) -> None:
+        """Hide a block that was committed on these bytes."""
         tree.hide(block)
         self.blocks.append(block)
 
+    def settle_closed(self, tree: RadixTree) -> bool:
+        """As `settle`, after the request was closed: the log is all that can still tell of a loss."""
+        settled = self.settle(tree)
+        if self.lost is not None:
+            log_loss(self.request_id, self.lost)
+        return settled
+
     def settle(self, tree: RadixTree) -> bool:
-        """Whether all is decided; shows or removes the hidden blocks when it is."""
+        """Whether all transfers have ended, or one has failed. The hidden blocks are shown then, or removed."""
         waiting: list[Page] = []
         for page in self.awaited:
             if page.lost:

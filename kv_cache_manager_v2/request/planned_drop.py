@@ -10,9 +10,9 @@ from kv_cache_manager_v2.errors import AlreadyDroppedError, LogicError
 from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import Request
+from kv_cache_manager_v2.request.snapshot import existing_parent
 from kv_cache_manager_v2.reuse.block import Block
-from kv_cache_manager_v2.reuse.match import Match, match
-from kv_cache_manager_v2.reuse.tokens import pack
+from kv_cache_manager_v2.reuse.match import is_reusable
 from kv_cache_manager_v2.storage.page import Page
 
 
@@ -49,31 +49,38 @@ class PlannedDropHandle:
 def plan(request: Request) -> PlannedDropHandle | None:
     """A handle on the pages that only a request starting at exactly the committed length needs; None if it could not start there.
 
-    Raises LogicError while committing goes on.
+    Raises LogicError while committing goes on. O(blocks).
     """
     if request.commit_allowed:
         raise LogicError("plan_committed_block_drop() needs stop_committing() first: the endpoint is not settled yet")
-    if request.committed == 0:
+    blocks = _committed_path(request)
+    if not blocks or not is_reusable(request.shared.tree, blocks, request.committed):
         return None
-    shared = request.shared
-    tokens = pack(request.committed_tokens())
-    found = match(shared.tree, request.scope, tokens, True, 0)
-    if found.num_tokens != request.committed:
-        return None
-    return PlannedDropHandle(shared, _planned_pages(shared, found))
+    return PlannedDropHandle(request.shared, _planned_pages(request.shared, blocks, request.committed))
 
 
-def _planned_pages(shared: ManagerState, found: Match) -> list[Page]:
+def _committed_path(request: Request) -> list[Block]:
+    """The tree's blocks of all committed tokens; empty if some of them have left it."""
+    tree = request.shared.tree
+    parent = existing_parent(request)
+    if parent is None or not parent.attached:
+        return []
+    if request.tail_length() == 0:
+        return request.path
+    last = tree.find(parent, request.tail.getvalue())
+    return [] if last is None else [*request.path, last]
+
+
+def _planned_pages(shared: ManagerState, blocks: list[Block], num_tokens: int) -> list[Page]:
     """Window pages that are not stale at the endpoint, sinks left out, and the snapshot at the endpoint."""
     pages: list[Page] = []
-    last = found.blocks[-1]
     for life_cycle in shared.life_cycles:
         if not life_cycle.is_attention:
-            _add(pages, last, life_cycle.index)
+            _add(pages, blocks[-1], life_cycle.index)
         elif life_cycle.window_size is not None:
-            _beg, end = life_cycle.stale(found.num_tokens)
-            for ordinal in range(max(end, life_cycle.num_sink_blocks), len(found.blocks)):
-                _add(pages, found.blocks[ordinal], life_cycle.index)
+            _start, end = life_cycle.stale(num_tokens)
+            for ordinal in range(max(end, life_cycle.num_sink_blocks), len(blocks)):
+                _add(pages, blocks[ordinal], life_cycle.index)
     return pages
 
 

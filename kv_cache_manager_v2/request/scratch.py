@@ -1,11 +1,13 @@
 """Scratch slots: what a long prefill step lends to blocks that nobody reads after the step.
 
 Rule: a block that will be out of its window when the step ends needs its keys and values only while one layer executes, so the
-blocks of the scratch range share a few slots, layer after layer. A scratch block has no page and reads BAD; its page indices
-come from the converter, which is told the range and the slots (`ScratchDesc`). What lies in scratch is never offered for reuse.
+blocks of the scratch range share a few slots, layer after layer. A scratch block has no page and reads BAD. Its page indices come
+from the converter, which is told the range and the slots (`ScratchDesc`). What lies in scratch is never offered for reuse.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, Point
@@ -13,6 +15,8 @@ from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import Request
+from kv_cache_manager_v2.request.reservation import Reservation
+from kv_cache_manager_v2.storage.page import Page
 
 
 def spans(request: Request, history: int, capacity: int) -> list[tuple[int, int]]:
@@ -24,8 +28,8 @@ def spans(request: Request, history: int, capacity: int) -> list[tuple[int, int]
 
 def slots(request: Request, table: BlockTable, span: tuple[int, int]) -> int:
     """Slots that the blocks of a scratch range share."""
-    beg, end = span
-    return request.shared.layout.scratch_slots(table.index, end - beg) if end > beg else 0
+    start, end = span
+    return request.shared.layout.scratch_slots(table.index, end - start) if end > start else 0
 
 
 def missing(request: Request, of_tables: list[tuple[int, int]]) -> list[int]:
@@ -37,34 +41,32 @@ def missing(request: Request, of_tables: list[tuple[int, int]]) -> list[int]:
     return need
 
 
-def take(request: Request, of_tables: list[tuple[int, int]]) -> None:
-    """Take the slots that the ranges need, which have been made free; our stream waits for their last users."""
-    shared = request.shared
+def reserve(request: Request, of_tables: list[tuple[int, int]], reservation: Reservation) -> None:
+    """Reserve the slots that are missing."""
     for number, span in enumerate(of_tables):
         table = request.tables[number]
-        table.scratch_span = span
+        for _slot in range(slots(request, table, span) - len(table.scratch)):
+            reservation.reserve(table.index, table.pool_group, PRIORITY_DEFAULT)
+
+
+def install(request: Request, of_tables: list[tuple[int, int]], reservation: Reservation) -> None:
+    """Give each table the reserved slots, and its range."""
+    for number, span in enumerate(of_tables):
+        table = request.tables[number]
         while len(table.scratch) < slots(request, table, span):
-            page = shared.hierarchy.new_page(table.index, PRIORITY_DEFAULT)
-            table.scratch.append(page)
-            shared.timeline.wait(request.stream, page.ready)
-
-
-def give_back(request: Request, of_tables: list[tuple[int, int]], point: Point) -> None:
-    """Give back the slots that the ranges no longer need; `point` is the end of our work on them."""
-    for number, span in enumerate(of_tables):
-        table = request.tables[number]
-        keep = slots(request, table, span)
-        while len(table.scratch) > keep:
-            request.shared.hierarchy.unlock(table.scratch.pop(), point)
+            table.scratch.append(reservation.next(table.index, PRIORITY_DEFAULT))
         table.scratch_span = span
 
 
-def give_back_all(request: Request, point: Point) -> None:
-    """Suspended and closed requests have no scratch."""
-    for table in request.tables:
-        while table.scratch:
-            request.shared.hierarchy.unlock(table.scratch.pop(), point)
-        table.scratch_span = (0, 0)
+def trim(request: Request, of_tables: list[tuple[int, int]], point: Point, reused: Sequence[Page] = ()) -> None:
+    """Unlock the slots that the ranges no longer need, but those that are used again; `point` is the end of the request's work on
+    them."""
+    for number, span in enumerate(of_tables):
+        table = request.tables[number]
+        if reused:
+            table.scratch = [page for page in table.scratch if page not in reused]
+        table.trim_scratch(slots(request, table, span), point)
+        table.scratch_span = span
 
 
 def check_capacity_change(request: Request, history: int) -> None:
@@ -77,10 +79,12 @@ def check_capacity_change(request: Request, history: int) -> None:
         )
 
 
-def describe(table: BlockTable) -> ScratchDesc:
-    """What the page-index converter needs; valid until the lengths change."""
-    beg, end = table.scratch_span
-    return ScratchDesc(HalfOpenRange(beg, end), [page.slot for page in table.scratch])
+def describe(table: BlockTable) -> ScratchDesc | None:
+    """What the page-index converter needs, until the lengths change; None if no block lies in scratch."""
+    start, end = table.scratch_span
+    if start >= end:
+        return None
+    return ScratchDesc(HalfOpenRange(start, end), [page.slot for page in table.scratch])
 
 
 def switch(request: Request, on: bool) -> None:
@@ -90,14 +94,12 @@ def switch(request: Request, on: bool) -> None:
         return
     if on and not shared.scratch:
         raise ConfigError("enable_swa_scratch_reuse: the manager was configured without swa_scratch_reuse")
-    before = request.scratch
-    request.scratch = True
-    needed = any(end > beg for beg, end in spans(request, request.history, request.capacity))
-    request.scratch = before
-    if needed:
-        raise ConfigError(
-            f"enable_swa_scratch_reuse={on}: scratch blocks are needed at history {request.history}, capacity {request.capacity}; "
-            "advance the history first"
-        )
+    for table in request.tables:
+        start, end = table.life_cycle.scratch(request.history, request.capacity, shared.max_rewind)
+        if end > start:
+            raise ConfigError(
+                f"enable_swa_scratch_reuse={on}: scratch blocks are needed at history {request.history}, capacity "
+                f"{request.capacity}; advance the history first"
+            )
     request.scratch = on
     request.set_history(request.history)

@@ -110,6 +110,32 @@ class Block(Leaf):
         else:
             before.next_in_block = page
 
+    def put_pages(self, pages: list[Page]) -> list[Page]:
+        """List pages of ascending life cycles; those of the same life cycles that they replace. O(life cycles)."""
+        replaced: list[Page] = []
+        before: Page | None = None
+        after = self.first
+        for page in pages:
+            while after is not None and after.life_cycle < page.life_cycle:
+                before = after
+                after = after.next_in_block
+            if after is page:
+                before = page
+                after = page.next_in_block
+                continue
+            if after is not None and after.life_cycle == page.life_cycle:
+                replaced.append(after)
+                rest = after.next_in_block
+                after.next_in_block = None
+                after = rest
+            page.next_in_block = after
+            if before is None:
+                self.first = page
+            else:
+                before.next_in_block = page
+            before = page
+        return replaced
+
     def forget_page(self, page: Page) -> bool:
         """List a page no longer; False if it was not listed."""
         before: Page | None = None

@@ -83,6 +83,30 @@ def first_new_block_key(tree: RadixTree, scope: ReuseScope, tokens: TokenSequenc
     return tree.keys.block_key(parent_key, tokens.slice_bytes(ordinal * size, (ordinal + 1) * size))
 
 
+def is_reusable(tree: RadixTree, blocks: list[Block], num_tokens: int) -> bool:
+    """Whether a request could start with exactly the first `num_tokens` tokens of a path of the tree. O(blocks)."""
+    size = tree.tokens_per_block
+    full = num_tokens // size
+    run = num_tokens - full * size
+    snapshots = tree.snapshot_mask != 0
+    search = _Search(tree, blocks[0], num_tokens)
+    search.path = blocks[:full]
+    search.good_from = [full] * len(tree.windows)
+    for ordinal in range(full):
+        needed = tree.path_mask(ordinal)
+        if blocks[ordinal].covered & needed != needed:
+            return False
+    if run == 0:
+        return search._ends_behind(full - 1, snapshots)
+    if usable_run(blocks[full], run, snapshots) < run:
+        return False
+    for number, life_cycle in enumerate(tree.windows):
+        stale = life_cycle.stale(num_tokens)
+        if not search._window_holds(number, life_cycle, stale[1], full):
+            return False
+    return True
+
+
 class _Search:
     """The longest common path, and the search for the longest part of it that has all pages."""
 

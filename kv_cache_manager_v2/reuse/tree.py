@@ -140,6 +140,20 @@ class RadixTree:
             self._supersede(sibling, block)
         return block, BLOCK_NEW
 
+    def find(self, parent: Block, tokens: bytes) -> Block | None:
+        """The block below `parent` that `insert` would find: it has these packed tokens, or begins with them. Changes nothing."""
+        found = self.find_related(parent, tokens)
+        return found if found is not None and len(found.tokens) >= len(tokens) else None
+
+    def find_related(self, parent: Block, tokens: bytes) -> Block | None:
+        """As `find`, or else the block that a block of these tokens would continue, and take the pages of. Changes nothing."""
+        children = parent.children
+        if children is None:
+            return None
+        sibling = as_block(sibling_trie.nearest(children, tokens, 0, len(tokens)))
+        common = sibling_trie.common_bytes(sibling.tokens, tokens, 0, len(tokens))
+        return sibling if common in (len(tokens), len(sibling.tokens)) else None
+
     def _new_block(self, parent: Block, tokens: bytes, num_tokens: int) -> Block:
         block = Block(self, parent, parent.ordinal + 1, tokens, num_tokens)
         if not self.has_attention:
@@ -217,6 +231,20 @@ class RadixTree:
             self._tell_stored(block, page)
         return True
 
+    def install_all(self, block: Block, pages: list[Page], coverage: int) -> None:
+        """As `install`, for pages of ascending life cycles, none of which the block has as good. O(life cycles)."""
+        if not block.attached:
+            return
+        assert 0 < coverage <= block.num_tokens, (coverage, block.num_tokens)
+        for old in block.put_pages(pages):
+            self.keeper.unlist(old)
+        for page in pages:
+            self.keeper.adopt(page, block, coverage)
+        self._recount(block)
+        if block.unsettled == 0:
+            for page in pages:
+                self._tell_stored(block, page)
+
     def page_gone(self, block: Block, page: Page) -> None:
         """The storage dropped or lost a page: remove it, and all blocks that cannot be matched without it."""
         if not block.forget_page(page):
@@ -276,9 +304,12 @@ class RadixTree:
         covered = 0
         reach = num_tokens
         snapshot = num_tokens + 1  # the position at which all snapshots are; 0 if one is missing or they differ
+        following = block.first  # the pages are listed by life cycle
         for life_cycle in self.life_cycles:
-            page = block.page(life_cycle.index)
-            usable = 0 if page is None else life_cycle.usable_tokens(page.coverage, num_tokens)
+            usable = 0
+            if following is not None and following.life_cycle == life_cycle.index:
+                usable = life_cycle.usable_tokens(following.coverage, num_tokens)
+                following = following.next_in_block
             if usable >= num_tokens:
                 covered |= 1 << life_cycle.index
             if life_cycle.is_attention:

@@ -13,6 +13,7 @@ from kv_cache_manager_v2 import (
     HostCacheTierConfig,
     KVCacheEvent,
     KVCacheEventManager,
+    PageDataLostError,
     ReuseScope,
     gen_multimodal_cache_key_tokens,
     v1_block_hash,
@@ -257,6 +258,9 @@ def test_what_is_built_on_a_load_in_flight_waits_for_it(tmp_path: Path, fails: b
         assert mirror.apply(during)
         gate.open()
         rig.driver.synchronize()
+        if fails:
+            with pytest.raises(PageDataLostError):
+                cache.close()
         cache.close()
         assert rig.probe(toks(0, 12)) == (0 if fails else 12)
         after = events_of(events)

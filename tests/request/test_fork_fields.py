@@ -39,6 +39,7 @@ FRESH = {
     "last_beam": "the one beam goes on",
     "more_recurrent": "one beam",
     "lost": "a request that is lost cannot be forked",
+    "loss_told": "of its own calls",
     "divergence": "nothing was matched",
     "before_hybrid": "nothing was matched",
     "cached_tokens_by_level": "nothing was matched",
@@ -50,7 +51,7 @@ FRESH = {
     "num_samples": "of its own resizes",
     "started": "its first resume copies the last block",
 }
-TABLE_COPIED = {"life_cycle", "index", "pool_group"}
+TABLE_COPIED = {"life_cycle", "index", "pool_group", "hierarchy", "stale_start", "stale_end"}
 TABLE_DERIVED = {
     "pages": "the same, up to the history",
     "row": "BAD",

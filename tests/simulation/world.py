@@ -73,12 +73,22 @@ class World(Scene):
         assert found <= limit, f"{found} tokens promised, {limit} can be reused"
         return self.count("probe", "hit" if found else "miss", found)
 
-    def resume(self, live: Live, stream: int, check: bool) -> str:
+    def _limited(self, live: Live) -> bool:
+        """Whether other requests run, and use more of a GPU pool group than `max_util_for_resume` allows."""
         hierarchy = self.inside.hierarchy
-        groups = range(self.inside.shared.layout.num_pool_groups)
-        most = self.setup.config.max_util_for_resume
+        if not any(request.status == KVCache.Status.ACTIVE for request in self.inside.shared.open.values()):
+            return False
+        for group in range(self.inside.shared.layout.num_pool_groups):
+            kept = [page for page in live_pages(live.cache) if page.pool_group == group and page.level == 0]
+            own = sum(1 for page in kept if page.locks == 0 and not page.queued)
+            allowed = int(hierarchy.total(0, group) * self.setup.config.max_util_for_resume)
+            if hierarchy.unavailable(0, group) - own > allowed:
+                return True
+        return False
+
+    def resume(self, live: Live, stream: int, check: bool) -> str:
         before = self.fingerprint(live) if check and self.calm() else None
-        gate = self.calm() and any(hierarchy.utilization(0, group) > most for group in groups)
+        gate = self.calm() and self._limited(live)
         fits, barely = self._fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
         first = live.number not in self.started
         tails = self.books.tails(live.cache, live.model) if first else []
@@ -272,7 +282,12 @@ class World(Scene):
 
     def close(self, live: Live) -> str:
         self.books.settle(live.number, live.cache, not self.faulted)
-        live.cache.close()
+        try:
+            live.cache.close()
+        except PageDataLostError:
+            assert self.faulted, "a request is lost though no transfer failed"
+            assert not live.lost, "a loss that a call has told was told again"
+            live.lost = True
         self._closed(live)
         assert live.cache.status == KVCache.Status.CLOSED
         assert live.cache.num_blocks == 0

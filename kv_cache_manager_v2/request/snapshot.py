@@ -1,0 +1,147 @@
+"""Snapshots: copies for the tree of what a later request needs to start at exactly the committed length.
+
+Rule: with recurrent layers the live state and the partial last block go on changing, so the tree gets copies. They are queued
+before the commit changes anything, and installed after it. A snapshot that finds no slot is skipped and counted.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from kv_cache_manager_v2.request.request import Request
+from kv_cache_manager_v2.reuse.block import Block
+from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
+from kv_cache_manager_v2.storage.page import Page
+
+
+class Snapshot:
+    """The copies of one commit. As a context it spans the device phase: they are dropped if an exception leaves it."""
+
+    def __init__(self, request: Request, full: int, committed: int, beam: int, priority: int) -> None:
+        self.request = request
+        self.full = full  # ordinal of the block in which the committed tokens end, or which they would enter next
+        self.covered = committed - full * request.tokens_per_block  # tokens of that block
+        self.beam = beam  # that goes on
+        self.priority = priority  # of the snapshot of the recurrent state
+        self.pages: list[Page] = []
+        self.coverages: list[int] = []
+        self.void: list[Page] = []  # cached snapshots whose bytes have been overwritten by a state of another length
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._drop()
+
+    def copy(self, end: Block | None, tail: bytes) -> None:
+        """Queue the copies. `end`: the block of the last full block's tokens, None if it is not cached yet; `tail`: the packed
+        tokens after it."""
+        request = self.request
+        tip = request.tip
+        if tip is not None and not tip.attached:
+            return
+        target = end
+        if self.covered > 0 and end is not None:
+            target = request.shared.tree.find_related(end, tail) if end.attached else None
+        if target is not None and target.ordinal >= 0 and not may_publish(request, target):
+            return
+        if self.covered > 0:
+            self._copy_partial_block(target)
+        recurrent = request.recurrent_states()[self.beam] if request.recurrent is not None else None
+        if recurrent is not None and recurrent.page is not None:
+            coverage = self.covered if self.covered > 0 else request.tokens_per_block
+            if not self._copy_page(target, recurrent.page, coverage, self.priority, True):
+                recurrent.skipped += 1
+
+    def _copy_partial_block(self, target: Block | None) -> None:
+        request = self.request
+        count = len(request.main_tables)
+        for number, table in enumerate(request.main_tables):
+            page = request.tables[self.beam * count + number].pages[self.full]
+            if page is None:
+                page = table.pages[self.full]
+            if page is not None:
+                self._copy_page(target, page, self.covered, page.priority, False)
+
+    def _copy_page(self, target: Block | None, source: Page, coverage: int, priority: int, is_state: bool) -> bool:
+        """Copy a page over the narrower one that the block has, or into a slot of its own. False if there is no slot."""
+        request = self.request
+        hierarchy = request.shared.hierarchy
+        old = target.page(source.life_cycle) if target is not None else None
+        if old is not None and old.coverage >= coverage:
+            return True
+        if old is not None and old.plans == 0:
+            self.void.append(old)
+            if hierarchy.overwrite(old, source, request.stream):
+                if not is_state:
+                    self.void.pop()  # the bytes that it had are the same
+                self._add(old, coverage)
+                return True
+            self.void.pop()
+        copy = hierarchy.try_copy(source, priority, request.stream)
+        if copy is None:
+            return False
+        self._add(copy, coverage)
+        return True
+
+    def _add(self, page: Page, coverage: int) -> None:
+        self.pages.append(page)
+        self.coverages.append(coverage)
+
+    def install(self) -> None:
+        """Give the copies to the block in which the committed tokens end. The beam that goes on becomes beam 0."""
+        request = self.request
+        if request.tail_beam > 0 and parent_of(request).attached:
+            request.exchange_beams(request.tail_beam)
+        if not self.pages:
+            return
+        tree = request.shared.tree
+        block = insert_tail(request) if self.covered > 0 else request.tip
+        assert block is not None, "something has been committed"
+        for number, page in enumerate(self.pages):
+            if not page.alive():
+                continue  # evicted again, or lost
+            if page.owner is None:
+                if not tree.install(block, page, self.coverages[number]):
+                    request.shared.hierarchy.unlist(page)
+            elif page.owner is block:
+                tree.install(block, page, self.coverages[number])
+        if self.covered > 0:
+            tree.unpin(block)
+
+    def _drop(self) -> None:
+        shared = self.request.shared
+        for page in self.pages:
+            if page.owner is None and page.alive():
+                shared.hierarchy.unlist(page)
+        for page in self.void:
+            shared.tree.drop_page(page)
+
+
+def may_publish(request: Request, block: Block) -> bool:
+    """Whether a block may get pages of the request: while file transfers carry bytes that these build on, only one that is hidden
+    until they have settled, never a block that another request has published."""
+    return request.loads is None or block.unsettled > 0
+
+
+def parent_of(request: Request) -> Block:
+    """The tree block under which the request's next block goes."""
+    tip = request.tip
+    return tip if tip is not None else request.shared.tree.root(request.scope)
+
+
+def existing_parent(request: Request) -> Block | None:
+    """As `parent_of`, but makes no root."""
+    tip = request.tip
+    return tip if tip is not None else request.shared.tree.find_root(request.scope)
+
+
+def insert_tail(request: Request) -> Block:
+    """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
+    shared = request.shared
+    block, outcome = shared.tree.insert(parent_of(request), request.tail.getvalue(), request.tail_length())
+    shared.tree.pin(block)
+    if outcome == BLOCK_NEW and request.loads is not None:
+        request.loads.add(shared.tree, block)
+    return block
