@@ -8,6 +8,7 @@ from __future__ import annotations
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, Request
+from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page
 
 
@@ -57,6 +58,7 @@ def check_accounts(shared: ManagerState) -> None:
         key = id(page)
         assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
+        assert page.locks > 0 or page.holds > 0 or page.owner is not None, "a page that is not needed has a slot"
 
 
 def _check_pins(shared: ManagerState) -> None:
@@ -74,6 +76,7 @@ def _check_state(request: Request) -> None:
     assert request.committed <= request.history <= request.capacity
     assert request.num_blocks == -(-request.capacity // size)
     assert len(request.path) == request.committed // size
+    assert count_tokens(request.tail.getvalue()) == request.committed % size, "the tail ends where the committed tokens do"
     assert (request.tip is None) == (not request.path), "the path ends where the full committed blocks end"
     assert request.tip is None or request.tip.pins > 0
     for table in request.tables:

@@ -44,15 +44,15 @@ def commit_one(request: Request, token: int, point: Point) -> None:
     history = max(request.history, after)
     ordinal = len(request.path)
     tail = request.tail
-    write_i32_le(tail, i32(token))
     if after % request.tokens_per_block == 0:
-        data = tail.getvalue()
-        tail.truncate(len(tail) - TOKEN_BYTES)  # until the device has done its part
+        data = tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little")
         parent = existing_parent(request)
         if parent is not None and parent.children is not None and parent.attached:
             _wait_for_existing(request, parent, [data])
         _install_blocks(request, [data], history, point, [])
         tail.truncate(0)
+    else:
+        write_i32_le(tail, i32(token))
     request.committed = after
     if history > request.history:
         advance_history(request, history, point)

@@ -240,12 +240,13 @@ class Request:
         after = self.committed + 1
         if after % self.tokens_per_block == 0 or not self.takes_one(token):
             return False
+        word = i32(token)
         if after > self.history:
             if after >= self.next_stale or (self.scratch and self.holds_scratch()):
                 return False
             self.history = after
-        write_i32_le(self.tail, i32(token))
         self.committed = after
+        write_i32_le(self.tail, word)  # last: from here to the end no signal can be handled
         return True
 
     def takes_one(self, token: int) -> bool:
