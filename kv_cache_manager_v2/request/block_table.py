@@ -84,7 +84,7 @@ class BlockTable:
             self.hierarchy.unlock(page, point)
         else:
             self.hierarchy.release(page)
-            self.hierarchy.make_youngest(page)
+            page.make_youngest()
 
     def leave(self, ordinal: int, stays_held: bool, point: Point) -> None:
         """A live block becomes stale: its page is unlocked, or held until the block's commit."""

@@ -43,4 +43,4 @@ class RecurrentState:
             hierarchy.unlock(page, point)
         else:
             hierarchy.release(page)
-            hierarchy.make_youngest(page)
+            page.make_youngest()

@@ -278,11 +278,6 @@ class Hierarchy(PageKeeper):
         if priority > page.priority:
             page.cell.set_priority(page, priority)
 
-    def make_youngest(self, page: Page) -> None:
-        """A page whose use ends goes to the young end of its queue, if it is in one. O(1)."""
-        if page.queued:
-            page.cell.renew(page)
-
     def prefetch(self, pages: list[Page], level: int) -> Shortage | None:
         """Bring pages from colder levels to `level`; those on it become the youngest of their priority, warmer ones stay.
 
