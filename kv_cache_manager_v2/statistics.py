@@ -80,8 +80,15 @@ class KVCacheStatsDelta(StatsDelta):
 
 
 @mypyc_attr(native_class=False)
+class IterationFields(StatsDelta):
+    """No dataclass: compiled ones take every class attribute for a field."""
+
+    _field_names: ClassVar[tuple[str, ...]] = ITERATION_FIELDS
+
+
+@mypyc_attr(native_class=False)
 @dataclass
-class KVCacheIterationStatsDelta(StatsDelta):
+class KVCacheIterationStatsDelta(IterationFields):
     """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
 
     Movement and drops are those of all pages, whatever caused them: requests, prefetches, snapshots, resizes. A cached page is
@@ -107,8 +114,6 @@ class KVCacheIterationStatsDelta(StatsDelta):
     iter_gpu_dropped_blocks: int = 0  # dropped from the GPU, where no tier is below it or the block was worth nothing
     iter_disk_dropped_blocks: int = 0
     iter_lost_blocks: int = 0  # bytes destroyed by a failed transfer
-
-    _field_names: ClassVar[tuple[str, ...]] = ITERATION_FIELDS
 
     @property
     def iter_cache_hit_rate(self) -> float:

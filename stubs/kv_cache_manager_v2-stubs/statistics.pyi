@@ -53,8 +53,11 @@ class KVCacheStatsDelta(StatsDelta):
     reused_blocks: int = 0
     missed_blocks: int = 0
 
+class IterationFields(StatsDelta):
+    """No dataclass: compiled ones take every class attribute for a field."""
+
 @dataclass
-class KVCacheIterationStatsDelta(StatsDelta):
+class KVCacheIterationStatsDelta(IterationFields):
     """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
 
     Movement and drops are those of all pages, whatever caused them: requests, prefetches, snapshots, resizes. A cached page is

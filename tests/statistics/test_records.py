@@ -129,7 +129,7 @@ def test_dirty_and_excluded_ids(enabled: bool, number: int) -> None:
 def test_the_fields_that_engines_copy() -> None:
     """Fifteen names, each a field, under both names by which engines ask for them; ours are more."""
     names = kv_cache_manager_v2._KV_CACHE_ITERATION_STATS_DELTA_FIELDS
-    assert names is KVCacheIterationStatsDelta._field_names
+    assert names == KVCacheIterationStatsDelta._field_names
     assert len(set(names)) == 15
     ours = [field.name for field in dataclasses.fields(KVCacheIterationStatsDelta)]
     assert set(ours) - set(names) == {"iter_gpu_dropped_blocks", "iter_disk_dropped_blocks", "iter_lost_blocks"}
