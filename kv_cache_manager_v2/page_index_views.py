@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
 from kv_cache_manager_v2.arguments import (
+    IntBuffer,
     flag,
     page_index_mode,
     renamed,
@@ -45,7 +46,7 @@ class PageIndexViews:
         """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
         return self._row(layer_group_id, beam_id).version
 
-    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: object) -> None:
+    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: IntBuffer | None) -> None:
         """Write the base page indices into `buf` from now on; None detaches the present buffer and leaves its entries.
 
         `buf` is one-dimensional, writable, int32, at least `num_blocks` long; entries past the last block become BAD_PAGE_INDEX.

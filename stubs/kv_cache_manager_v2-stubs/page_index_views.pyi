@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import SupportsIndex
 
+from kv_cache_manager_v2.arguments import IntBuffer
 from kv_cache_manager_v2.ids import DEFAULT_BEAM_INDEX, PageIndexMode
 from kv_cache_manager_v2.layout.page_index import ScratchDesc
 from kv_cache_manager_v2.request.request import Request
@@ -24,7 +25,7 @@ class PageIndexViews:
     def get_base_page_indices_version(self, layer_group_id: SupportsIndex, beam_id: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
         """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
 
-    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: object) -> None:
+    def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: IntBuffer | None) -> None:
         """Write the base page indices into `buf` from now on; None detaches the present buffer and leaves its entries.
 
         `buf` is one-dimensional, writable, int32, at least `num_blocks` long; entries past the last block become BAD_PAGE_INDEX.

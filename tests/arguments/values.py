@@ -410,7 +410,7 @@ def wrong(scene: Scene, door: Door, parameter: Parameter) -> Iterator[object]:
         special = own(scene)
         assert isinstance(special, tuple)
         yield from special
-    if parameter.annotation == "object" or "Tokens" in parameter.annotation or parameter.name == "tokens":
+    if parameter.annotation == "object" or parameter.name in OPAQUE:
         assert parameter.name in OPAQUE, f"tests/arguments/values.py does not say what {parameter.name!r} of {door} must not be"
         yield from TOKENS_OF_EACH if door.name == "commit_batch" else OPAQUE[parameter.name]
         return

@@ -98,7 +98,7 @@ def test_case_007_index_buffers_of_the_engine() -> None:
             cache.set_base_page_index_buf(0, group, array("i", [123]))
         for wrong in (array("q", [0] * 8), bytes(32), [0] * 8, memoryview(array("i", [0] * 8)).toreadonly()):
             with pytest.raises(ConfigError):
-                cache.set_base_page_index_buf(0, group, wrong)
+                cache.set_base_page_index_buf(0, group, wrong)  # type: ignore[arg-type]
         buffer = array("i", [123] * 4)
         own = rig.indices(cache)
         cache.set_base_page_index_buf(0, group, buffer)
