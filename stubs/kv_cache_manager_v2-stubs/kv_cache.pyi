@@ -203,11 +203,15 @@ class KVCache(PageIndexViews):
         """Whether every page that the next step reads is on the GPU with its bytes in place, so that no stream will wait for a
         load.
 
-        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks.
+        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks. False if a load has failed: `resume` raises then.
         """
 
     def close(self) -> None:
-        """End of the request: what was committed stays cached, all else is given up. Idempotent, from any state."""
+        """End of the request: what was committed stays cached, all other pages are freed. Idempotent, from any state.
+
+        Raises PageDataLostError, with the cache closed, if the request computed on bytes that a failed load never brought and no
+        other call has said so.
+        """
 
     def fork(self, id: SupportsIndex | None = None) -> KVCache:
         """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its

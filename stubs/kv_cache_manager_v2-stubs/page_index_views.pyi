@@ -47,7 +47,7 @@ class PageIndexViews:
         """Slot id of the live recurrent state; BAD_PAGE_INDEX unless ACTIVE. Raises ConfigError for an attention layer group."""
 
     def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
-        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while scratch reuse is off.
+        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while no block does.
 
         Each beam has slots of its own. Valid until a length changes.
         """
