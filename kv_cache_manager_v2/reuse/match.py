@@ -97,7 +97,7 @@ def is_reusable(tree: RadixTree, blocks: list[Block], num_tokens: int) -> bool:
         if blocks[ordinal].covered & needed != needed:
             return False
     if run == 0:
-        return search._ends_behind(full - 1, snapshots)
+        return search._ends_after(full - 1, snapshots)
     if usable_run(blocks[full], run, snapshots) < run:
         return False
     for number, life_cycle in enumerate(tree.windows):
