@@ -108,7 +108,7 @@ class PageIndexConverter:
         borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
         with_scratch = borrowed is not None and bool(borrowed)
         if wanted is None and (with_scratch or self.scratch_enabled):
-            raise ConfigError("the page index wanted is missing; with scratch reuse pass index_mode=PageIndexMode.PER_LAYER")
+            raise ConfigError("the page index mode is missing; with scratch reuse pass index_mode=PageIndexMode.PER_LAYER")
         if with_scratch and wanted is not PageIndexMode.PER_LAYER:
             raise ConfigError(f"scratch blocks cannot be addressed in mode {wanted}; pass index_mode=PageIndexMode.PER_LAYER")
         scale = self.scale

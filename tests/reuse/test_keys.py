@@ -240,7 +240,7 @@ def test_scopes_are_values() -> None:
     scope = ReuseScope(7, 11)
     assert scope == ReuseScope(lora_id=7, salt=11)
     assert scope != ReuseScope(11, 7)
-    assert scope != (7, 11)
+    assert scope == (7, 11)
     assert {scope: 1}[ReuseScope(7, 11)] == 1
     assert repr(scope) == "ReuseScope(lora_id=7, salt=11)"
     assert pickle.loads(pickle.dumps(scope)) == scope
