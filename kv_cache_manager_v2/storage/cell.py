@@ -15,11 +15,15 @@ from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import CorruptedError
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
-from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, DROPPABLE, HELD, PINNED, Page
+from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, DROPPABLE, HELD, JUST_HELD, PINNED, Page
 from kv_cache_manager_v2.storage.page_list import PageList, PageQueue
 from kv_cache_manager_v2.storage.tiers import Tier
 
 _log: Final = logging.getLogger(__name__)
+
+# Pages of a match may stay linked among the droppable ones, since most are locked next. Making room parts those that it meets from
+# the others; the bound keeps that short.
+MOST_JUST_HELD: Final = 256
 
 
 class Cell:
@@ -40,6 +44,7 @@ class Cell:
         self.busy = PageList()  # evictable but for file transfers in flight
         self.pinned = PageList()
         self._clock = 0  # age of the youngest page
+        self._just_held = 0  # pages in `droppable` that are held
         self.writes: dict[int, int] = {}  # slot -> file transfers that may still write to it
         self.kept: dict[int, Point] = {}  # slot whose page has left it, kept for such a transfer -> end of its last use
         self.swap: Cell | None = None  # pages of this level that wait in swap slots until a slot here is free
@@ -56,6 +61,16 @@ class Cell:
         """Slots that can be had without evicting anything; negative while pages in swap slots wait for more than there are."""
         swap = self.swap
         return self.allocator.free if swap is None else self.allocator.free - swap.allocator.num_taken()
+
+    @property
+    def num_droppable(self) -> int:
+        """Pages that may be dropped now."""
+        return self.droppable.length - self._just_held
+
+    @property
+    def num_held(self) -> int:
+        """Pages that may be moved down now, and not dropped."""
+        return self.held.length + self._just_held
 
     # --- pages
 
@@ -87,9 +102,12 @@ class Cell:
             wanted = PINNED if self.pins_all else DROPPABLE if page.transfers == 0 else BUSY_DROPPABLE
         if page.lost and not self.has_memory(page):
             wanted = PINNED
-        if page.list == wanted:
+        if page.list == wanted or (page.list == JUST_HELD and wanted == HELD):
             return
-        if wanted == PINNED:
+        if page.list == JUST_HELD and wanted == DROPPABLE:
+            page.list = DROPPABLE
+            self._just_held -= 1
+        elif wanted == PINNED:
             self.pin(page)
         elif page.list == PINNED:
             self.pinned.remove(page)
@@ -104,6 +122,21 @@ class Cell:
                 self.held.insert(page)
             else:
                 self.busy.append(page)
+
+    def hold(self, page: Page) -> None:
+        """As `requeue`, for a page that was just held for the first time."""
+        if page.list == DROPPABLE and not self.keeps_held and self._just_held < MOST_JUST_HELD:
+            page.list = JUST_HELD
+            self._just_held += 1
+        else:
+            self.requeue(page)
+
+    def part(self, page: Page) -> None:
+        """A page that was just held is linked among the held ones, at its age."""
+        self._unlink(page)
+        page.list = HELD
+        self.evictable += 1
+        self.held.insert(page)
 
     def pin(self, page: Page) -> None:
         """The page is not evictable any more."""
@@ -128,6 +161,8 @@ class Cell:
         self._join(page, wanted)
 
     def _join(self, page: Page, wanted: int) -> None:
+        if wanted == JUST_HELD:
+            wanted = HELD
         self._clock += 1
         page.age = self._clock
         page.list = wanted
@@ -147,6 +182,9 @@ class Cell:
         self.evictable -= 1
         if here == DROPPABLE:
             self.droppable.remove(page)
+        elif here == JUST_HELD:
+            self.droppable.remove(page)
+            self._just_held -= 1
         elif here == HELD:
             self.held.remove(page)
         else:
@@ -224,6 +262,7 @@ class Cell:
         self.busy.close()
         self.pinned.close()
         self.evictable = 0
+        self._just_held = 0
 
     def order(self) -> list[Page]:
         """The evictable pages, next one to be evicted first. O(pages log pages)."""
@@ -248,6 +287,8 @@ class Cell:
         self.pinned.check_invariants(False)
         queued = self.droppable.length + self.held.length + len(self.busy.pages())
         assert queued == self.evictable, f"{self}: {queued} pages are evictable, the count says {self.evictable}"
+        just_held = sum([1 for page in self.droppable.pages() if page.list == JUST_HELD])
+        assert just_held == self._just_held, f"{self}: {just_held} pages were just held, the count says {self._just_held}"
         owned = bytearray(self.allocator.issued)
         for page in self.pages():
             self._check_page(page)
@@ -283,4 +324,5 @@ class Cell:
             wanted = BUSY_HELD if busy else HELD
         else:
             wanted = BUSY_DROPPABLE if busy else DROPPABLE
-        assert page.list == wanted, f"{where}: it is in list {page.list}, and belongs into {wanted}"
+        found = HELD if page.list == JUST_HELD else int(page.list)
+        assert found == wanted, f"{where}: it is in list {page.list}, and belongs into {wanted}"

@@ -170,7 +170,7 @@ class Hierarchy(PageKeeper):
         assert page.slot != NO_SLOT, "a page that is gone was held"
         page.holds += 1
         if page.holds == 1:
-            page.cell.requeue(page)
+            page.cell.hold(page)
 
     def release(self, page: Page) -> None:
         """One hold less; a page that is not needed any more stays with its owner, or is gone."""
@@ -420,7 +420,7 @@ class Hierarchy(PageKeeper):
             if cells[level].free > 0:
                 return cells[level]
         for level in range(source.level, self.num_levels):
-            if cells[level].droppable.length > 0:
+            if cells[level].num_droppable > 0:
                 need = self._no_need.copy()
                 need[source.pool_group] = 1
                 if self._try_room(level, need, [], [source], False) is None:

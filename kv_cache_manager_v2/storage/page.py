@@ -24,6 +24,7 @@ DROPPABLE: Final = 1  # may be dropped or moved down
 HELD: Final = 2  # may be moved down, never dropped
 BUSY_DROPPABLE: Final = 3  # as DROPPABLE, once the file transfers that carry its bytes have ended
 BUSY_HELD: Final = 4  # as HELD, once the file transfers that carry its bytes have ended
+JUST_HELD: Final = 5  # as HELD, but still linked among the droppable pages
 
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.storage.cell import Cell
-from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, Page
+from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
 
 
 class Shortage:
@@ -97,7 +97,7 @@ class GroupPlan:
 class Victims:
     """The pages of a cell in the order of eviction, without those that a plan spares. The cell must not change in between.
 
-    Held pages are passed over at no cost when they cannot be moved down.
+    Held pages are passed over at no cost when they cannot be moved down; once they cannot, they never can again.
     """
 
     def __init__(self, cell: Cell, plan_number: int) -> None:
@@ -116,6 +116,9 @@ class Victims:
                 self._held = self._cell.held.next(held)
             elif page is not None:
                 self._droppable = self._cell.droppable.next(page)
+                if page.list == JUST_HELD and not held_too:
+                    self._cell.part(page)
+                    continue
             else:
                 return None
             if page.mark != self._plan_number:
@@ -160,7 +163,7 @@ class GroupCounts:
         """An evictable page is not to be evicted."""
         if page.list == DROPPABLE:
             self.spared_droppable[page.cell.level] += 1
-        elif page.list == HELD:
+        elif page.list == HELD or page.list == JUST_HELD:
             self.spared_held[page.cell.level] += 1
 
     def missing(self, target: int, goal: int, move_held: bool, more_held: int = 0) -> int:
@@ -170,7 +173,7 @@ class GroupCounts:
         if goal <= free:
             return 0
         self.count(target, move_held)
-        held = cell.held.length - self.spared_held[target] + more_held
+        held = cell.num_held - self.spared_held[target] + more_held
         return shortfall(goal, free, self.droppable[target], held, self.intake[target + 1])
 
     def count(self, target: int, move_held: bool) -> None:
@@ -178,7 +181,7 @@ class GroupCounts:
         for level in range(len(self.cells)):
             cell = self.cells[level]
             self.open[level] = max(0, cell.free + self.leaving[level])
-            self.droppable[level] = cell.droppable.length - self.spared_droppable[level]
+            self.droppable[level] = cell.num_droppable - self.spared_droppable[level]
         self.intake = intakes(target, self.open, self.droppable) if move_held else [0] * (len(self.cells) + 1)
 
 

@@ -231,7 +231,7 @@ def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> Resi
 
 def _num_held(cell: Cell) -> int:
     """Evictable pages that are held. O(pages with file transfers in flight)."""
-    return cell.held.length + sum([1 for page in cell.busy.pages() if page.holds > 0])
+    return cell.num_held + sum([1 for page in cell.busy.pages() if page.holds > 0])
 
 
 class _Resize:

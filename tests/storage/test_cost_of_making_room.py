@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.storage.cell import MOST_JUST_HELD
 from tests.storage.helpers import Rig
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="calls are counted with the interpreter's profiler")
@@ -54,11 +55,12 @@ def in_flight(rig: Rig, count: int) -> None:
 
 
 def cost(stay: Callable[[Rig, int], None], count: int, directory: Path) -> int:
-    """Calls to make room for one page beside so many that must stay, where no level below takes any."""
+    """Calls to make room for one page beside so many that must stay, where no level below takes any, the second time."""
     rig = Rig([[count + 8], [count if stay is in_flight else 0]], "gd", ((64,),), path=str(directory))
     stay(rig, count)
     cached = [rig.cached() for _ in range(8)]
     assert rig.counts(0)[0] == 0
+    assert rig.hierarchy.acquire([1], []) is None
     found = calls_of(lambda: rig.hierarchy.acquire([2], []))
     assert [page.alive() and page.level == 0 for page in cached] == [False] * 2 + [True] * 6
     return found
@@ -67,3 +69,16 @@ def cost(stay: Callable[[Rig, int], None], count: int, directory: Path) -> int:
 @pytest.mark.parametrize("stay", [held_in_front, held_later, in_flight])
 def test_pages_that_must_stay_cost_nothing(stay: Callable[[Rig, int], None], tmp_path: Path) -> None:
     assert cost(stay, 400, tmp_path) == cost(stay, 20, tmp_path)
+
+
+def test_what_was_just_held_costs_a_bounded_sum_once(tmp_path: Path) -> None:
+    """Pages of a match that has not been resumed are passed over one by one at first, but never more than the bound."""
+    found: list[int] = []
+    for count in (4 * MOST_JUST_HELD, 8 * MOST_JUST_HELD):
+        rig = Rig([[count + 8], [0]], "gd", ((64,),), path=str(tmp_path))
+        held_later(rig, count)
+        for _ in range(8):
+            rig.cached()
+        found.append(calls_of(lambda rig=rig: rig.hierarchy.acquire([1], [])))  # type: ignore[misc]
+        rig.check()
+    assert abs(found[1] - found[0]) < MOST_JUST_HELD
