@@ -210,9 +210,16 @@ def gen_multimodal_cache_key_tokens(
     return result
 
 
+_CHECKED_FOR_BOOLS: Final = 8  # tokens of a list in which a bool is refused; looking at each of a prompt takes twice its packing
+
+
 def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
     """Pack a list: in one call if it holds ids only."""
     num_tokens = len(items)
+    if num_tokens <= _CHECKED_FOR_BOOLS:
+        for position in range(num_tokens):
+            if isinstance(items[position], bool):
+                raise ConfigError(f"token at position {position} is {items[position]}: a bool is no token id")
     try:
         data = struct.pack(f"<{num_tokens}I", *items)
     except struct.error:
