@@ -18,5 +18,5 @@ OPERATIONS = 700
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_byte_that_a_step_may_read_is_right(tmp_path: Path, schedule: str, model: str) -> None:
     """Random operations of an engine with many habits; then every slot is free and the device has all back."""
-    hunter = hunt(draw(7, schedule, model, False, handles_return=False), OPERATIONS, str(tmp_path))
+    hunter = hunt(draw(7, schedule, model, False), OPERATIONS, str(tmp_path))
     assert hunter.outcomes["closed"] > 20
