@@ -112,14 +112,14 @@ def resize_all(requests: list[Request], capacities: list[object], histories: lis
 
 
 def commit_all(requests: list[Request], tokens: list[object]) -> None:
-    """Commit to each request in order; an int stands for a list of that one token."""
+    """Commit to each request in order; an int means a list of that one token."""
     count = len(requests)
     if len(tokens) != count:
         raise ConfigError(f"{count} caches need {count} token lists, got {len(tokens)}")
     if count == 0:
         return
     stream = requests[0].stream
-    point = NULL_POINT  # the end of the work on that stream, to which nobody adds within this call: recorded once
+    point = NULL_POINT  # the end of the work on that stream, to which this call adds nothing: recorded once
     position = 0
     with requests[0].shared.lock:
         try:

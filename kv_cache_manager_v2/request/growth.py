@@ -22,8 +22,8 @@ MAX_BLOCKS: Final = 1 << 24  # of one request: a row has an entry for each, page
 
 
 def add_blocks(request: Request, capacity: int) -> bool:
-    """The decode step that needs another block, or more: there are free slots, nothing leaves and nobody is asked. False, nothing
-    changed, if it is not that simple.
+    """The decode step that needs another block, or more: there are free slots, nothing leaves and no callback is asked. False,
+    nothing changed, if it is not that simple.
 
     Does what `resize` does with that capacity. Lock held; the caller has checked that the request is ACTIVE.
     """
@@ -305,7 +305,7 @@ class _Change:
 
 
 def _is_private(page: Page) -> bool:
-    """Whether a locked page is used by nobody else, and its bytes depend on nothing in flight."""
+    """Whether a locked page has no other user, and its bytes depend on nothing in flight."""
     return page.owner is None and page.locks == 1 and page.holds == 0 and page.transfers == 0 and page.plans == 0 and not page.lost
 
 

@@ -1,6 +1,6 @@
 """Planned drops: pages that only the next turn of a conversation needs, given up as soon as that turn has come.
 
-Rule: a plan marks, it never holds. A page that several plans name goes with the last of them, and only if nobody uses it then.
+Rule: a plan marks, it never holds. A page that several plans name goes with the last of them, and only if it has no user then.
 Pages of full attention and sinks are never planned: every longer match needs them.
 """
 
@@ -32,10 +32,10 @@ class PlannedDropHandle:
             self._shared.discarded_plans.append(self._pages)  # the next public call applies it: no work in a finaliser
 
     def __reduce__(self) -> str:
-        raise LogicError("a planned drop cannot be copied or pickled: it stands for the pages of one plan")
+        raise LogicError("a planned drop cannot be copied or pickled: it is the plan of these pages")
 
     def drop(self) -> None:
-        """Withdraw the plan; drops each page that no other plan names and nobody uses. Raises AlreadyDroppedError the second
+        """Withdraw the plan; drops each page that no other plan names and that has no user. Raises AlreadyDroppedError the second
         time."""
         if self._dropped:
             raise AlreadyDroppedError("this planned drop has already been dropped")

@@ -109,7 +109,9 @@ class Request:
         self.capacity_sum = 0
         self.history_sum = 0
         self.num_samples = 0
-        self.pending: PendingStats | None = None  # counts that the engine has not committed; None while nobody wants them
+        self.pending: PendingStats | None = (
+            None  # counts that the engine has not committed; None if neither manager nor request counts
+        )
         self.started = False  # whether it was ever resumed
         self.set_history(0)
 

@@ -43,7 +43,7 @@ class Reservation:
     # --- reserve
 
     def reserve(self, life_cycle: int, pool_group: int, priority: int) -> Page:
-        """Take a page to be used again, or a free GPU slot; there is one, since room has been made."""
+        """Take a page to be used again, or a free GPU slot; there is one, since the caller has made them free."""
         for index, page in enumerate(self.reusable):
             if page.pool_group == pool_group:
                 del self.reusable[index]

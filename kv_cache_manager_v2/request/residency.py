@@ -266,7 +266,7 @@ def is_loaded(request: Request) -> bool:
 
 
 def prefetch(request: Request, level: int) -> bool:
-    """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has no room."""
+    """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has too few slots."""
     hierarchy = request.shared.hierarchy
     if not 0 <= level < hierarchy.num_levels:
         raise ConfigError(f"prefetch level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")

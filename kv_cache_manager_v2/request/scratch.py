@@ -1,4 +1,4 @@
-"""Scratch slots: what a long prefill step lends to blocks that nobody reads after the step.
+"""Scratch slots: what a long prefill step lends to blocks that no later step reads.
 
 Rule: a block that will be out of its window when the step ends needs its keys and values only while one layer executes, so the
 blocks of the scratch range share a few slots, layer after layer. A scratch block has no page and reads BAD. Its page indices come

@@ -35,5 +35,5 @@ def test_the_finish_event_is_never_there() -> None:
 
 
 def test_typed_range_counts_ids() -> None:
-    assert typed_range(LayerGroupId(3)) == [0, 1, 2]
-    assert typed_range(0) == []
+    assert list(typed_range(LayerGroupId(3))) == [0, 1, 2]
+    assert list(typed_range(0)) == []
