@@ -169,28 +169,6 @@ CALLS: dict[str, Callable[[Scene], object]] = {
 }
 
 
-# Calls that do not keep the rule at every point yet.
-PENDING = {
-    "commit",
-    "commit batch",
-    "commit what is cached",
-    "grow",
-    "grow with a history",
-    "prefetch",
-    "resize GPU",
-    "resize batch",
-    "resize host",
-    "resume",
-    "shutdown",
-    "widen",
-}
-
-
-def cases() -> list[object]:
-    pending = pytest.mark.xfail(strict=False, reason="reserve, tell the device, install: not yet at every point")
-    return [pytest.param(name, marks=pending) if name in PENDING else name for name in CALLS]
-
-
 def scene_of(model: str, folder: Path, name: str) -> Scene:
     device = refusing_device(EmulatedDriver())
     scene = Scene(model, folder, device)
@@ -225,7 +203,7 @@ def poisoned(scene: Scene) -> bool:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal()).__name__)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CALLS)
 def test_a_refused_device_call_changes_nothing(name: str, model: str, refusal: Callable[[], BaseException], tmp_path: Path) -> None:
     """Each device call of each public call, once; the same public call succeeds when it is tried again."""
     points = 0
