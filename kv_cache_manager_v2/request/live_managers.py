@@ -22,6 +22,7 @@ _log: Final = logging.getLogger(__name__)
 
 LIVE: Final[list[ManagerState]] = []  # made, and not yet shut down
 DROPPED: Final[list[ManagerState]] = []  # of these, the ones whose manager is gone
+OWN_FAILURES: Final = (AssertionError, LookupError, TypeError, ValueError, AttributeError)
 MAX_ATTEMPTS: Final = 8  # to free the memory of a dropped manager, one a call
 
 
@@ -49,13 +50,32 @@ def tear_down(shared: ManagerState) -> None:
             shared.tree.clear()
         except Exception as error:
             _log.warning("what is cached could not be cleared before shutdown: %s", error)
-    shared.hierarchy.close()
-    shared.timeline.close()
+    if shared.poison:
+        _close_broken(shared)
+    else:
+        shared.hierarchy.close()
+        shared.timeline.close()
     if shared.owns_driver:
         shared.driver.close()
     shared.refusal = "the manager has been shut down"
     shared.torn_down = True
     _remove(LIVE, shared)
+
+
+def _close_broken(shared: ManagerState) -> None:
+    """Free the memory of a poisoned manager. A failure of its own structures is logged; one of the device is raised."""
+    try:
+        shared.hierarchy.close()
+    except OWN_FAILURES as error:
+        _log.error("the storage of a poisoned KVCacheManager is freed as a whole: %s", error)
+        for cell in shared.hierarchy.all_cells():
+            cell.close_memory()
+        for level in range(shared.hierarchy.num_levels):
+            shared.hierarchy.tier(level).close()
+    try:
+        shared.timeline.close()
+    except OWN_FAILURES as error:
+        _log.error("some events of a poisoned KVCacheManager are not freed: %s", error)
 
 
 def drop(shared: ManagerState) -> None:
