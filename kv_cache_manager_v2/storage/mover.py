@@ -264,5 +264,5 @@ class Mover:
         if cell.level != source.level:
             self._counters.moved[page.life_cycle][source.level][cell.level] += 1
             if page.owner is not None:
+                self._moved_from.append(source.level)  # before the page: an interrupt may come in between
                 self._moved.append(page)
-                self._moved_from.append(source.level)

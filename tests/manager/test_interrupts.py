@@ -31,15 +31,12 @@ class Interrupter:
         file = frame.f_code.co_filename
         if event not in ("call", "c_return") or PACKAGE not in file or any(part in file for part in DEVICE):
             return
+        if frame.f_code.co_name == "__del__":
+            return  # what a finaliser raises, Python itself only reports
         self.count += 1
         if self.count == self.nth:
             sys.setprofile(None)
             raise KeyboardInterrupt
-
-
-def cases() -> list[object]:
-    pending = pytest.mark.xfail(strict=False, reason="reserve, tell the device, install: not yet at every point")
-    return [pytest.param(name, marks=pending) if name == "widen" else name for name in CALLS]
 
 
 def interrupted(name: str, folder: Path, nth: int) -> int:
