@@ -214,19 +214,22 @@ class _Change:
 
     def reuse_pages(self, reservation: Reservation) -> None:
         """Use pages and scratch slots that leave for new blocks of the same pool group, if only this request uses them."""
+        reusable: list[Page] = []
         for item in self.leaving:
             page = item.page
             if self.need[page.pool_group] > 0 and not item.stays_held and _is_private(page):
                 item.reused = True
                 self.need[page.pool_group] -= 1
-                reservation.reusable.append(page)
+                reusable.append(page)
         for number, span in enumerate(self.spans):
             table = self.request.tables[number]
             for page in table.scratch[scratch.slots(self.request, table, span) :]:
                 if self.need[page.pool_group] > 0:
                     self.need[page.pool_group] -= 1
                     self.reused_scratch.append(page)
-        reservation.reusable.extend(self.reused_scratch)
+        reusable.extend(self.reused_scratch)
+        if reusable:
+            reservation.reusable = reusable
 
     def fits_once_windows_move(self) -> bool:
         """Whether the slots can be had from pages that fall out of a window, which the tree or other requests go on using: then
