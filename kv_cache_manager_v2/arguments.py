@@ -209,10 +209,10 @@ def page_index_mode(value: object, name: str) -> PageIndexMode:
     """A PageIndexMode, or the int that it is."""
     if isinstance(value, PageIndexMode):
         return value
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        for mode in (PageIndexMode.SHARED, PageIndexMode.PER_LAYER):
-            if value == mode.value:
-                return mode
+    number = whole(value, name)
+    for mode in (PageIndexMode.SHARED, PageIndexMode.PER_LAYER):
+        if number == mode.value:
+            return mode
     raise ConfigError(f"{name} is {shown(value)}; it must be PageIndexMode.SHARED (0) or PageIndexMode.PER_LAYER (1)")
 
 

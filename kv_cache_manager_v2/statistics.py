@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Final, SupportsIndex, TypeVar
+from typing import Final, SupportsIndex, TypeVar
 
 from mypy_extensions import mypyc_attr
 
@@ -42,13 +42,13 @@ ITERATION_FIELDS: Final = (
 class StatsDelta:
     """Integer fields that add up; the base of the deltas below."""
 
-    def add(self, other: _Delta) -> None:
+    def add(self: _Delta, other: _Delta) -> None:
         """Add another delta of the same class to this one, field by field."""
         instance(other, type(self), "other")
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
-    def subtract(self, other: _Delta) -> None:
+    def subtract(self: _Delta, other: _Delta) -> None:
         """Subtract another delta of the same class, field by field."""
         instance(other, type(self), "other")
         for item in fields(self):
@@ -83,7 +83,7 @@ class KVCacheStatsDelta(StatsDelta):
 class IterationFields(StatsDelta):
     """No dataclass: compiled ones take every class attribute for a field."""
 
-    _field_names: ClassVar[tuple[str, ...]] = ITERATION_FIELDS
+    _field_names = ITERATION_FIELDS  # no annotation: mypyc 2.4.1 would make a ClassVar a field of the dataclass
 
 
 @mypyc_attr(native_class=False)

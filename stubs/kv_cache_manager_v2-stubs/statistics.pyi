@@ -30,10 +30,10 @@ ITERATION_FIELDS: Final = (
 class StatsDelta:
     """Integer fields that add up; the base of the deltas below."""
 
-    def add(self, other: _Delta) -> None:
+    def add(self: _Delta, other: _Delta) -> None:
         """Add another delta of the same class to this one, field by field."""
 
-    def subtract(self, other: _Delta) -> None:
+    def subtract(self: _Delta, other: _Delta) -> None:
         """Subtract another delta of the same class, field by field."""
 
     def clear(self) -> None:
