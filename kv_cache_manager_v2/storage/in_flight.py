@@ -39,6 +39,8 @@ class TransfersInFlight:
 
     def install(self, batch: CopyBatch, pages: list[Page]) -> None:
         """A batch is queued, and pages[i] has the bytes that went to its slot i: the page depends on its transfers."""
+        if not batch.transfers:
+            return
         for transfer in batch.transfers:
             page = pages[transfer.index]
             transfer.page = page

@@ -147,11 +147,13 @@ class GroupCounts:
         self.open = [0] * levels  # slots free once the pages to load have left
         self.droppable = [0] * levels  # pages that may be dropped
         self.intake: list[int] = []  # see `intakes`
+        self._counted = False  # the three lists above are those of the latest plan
 
     def start(self, need: int) -> None:
         """Begin a plan that needs so many slots at the target."""
         self.goal = need
         self.wanted = need
+        self._counted = False
         if self.loads:
             self.loads = []
         for level in range(len(self.cells)):
@@ -177,7 +179,10 @@ class GroupCounts:
         return shortfall(goal, free, self.droppable[target], held, self.intake[target + 1])
 
     def count(self, target: int, move_held: bool) -> None:
-        """Fill in what the pool group has on each level. O(levels)."""
+        """Fill in what the pool group has on each level, once for each plan. O(levels)."""
+        if self._counted:
+            return
+        self._counted = True
         for level in range(len(self.cells)):
             cell = self.cells[level]
             self.open[level] = max(0, cell.free + self.leaving[level])
