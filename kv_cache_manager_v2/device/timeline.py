@@ -333,6 +333,7 @@ class Timeline:
             line.advance(len(line.events), self._free_events)
         else:
             self._driver.synchronize_event(event)
+            line.advance(line.events.index(event, line.head) + 1, self._free_events)  # also where the device refuses to say so
         self._poll(line)
 
     # --- points that the device has refused to mark

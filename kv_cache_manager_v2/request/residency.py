@@ -318,15 +318,9 @@ def close(request: Request) -> None:
 
 
 def _leave_stream(request: Request) -> None:
-    """The stream of a running request is gone, or the device fails: wait until nothing is under way, and do without the stream.
-
-    If the device refuses that too, it is unknown what was written: nothing more is published.
-    """
-    try:
-        request.shared.driver.synchronize()
-    except KVCacheError:
-        request.commit_allowed = False
-    _suspend_at(request, NULL_POINT)
+    """The stream of a running request is gone, or the device fails: do without the stream. What is under way on it is waited for
+    now, or when the pages are used next."""
+    _suspend_at(request, request.shared.timeline.record_or_wait(request.stream))
 
 
 def _end_pages(request: Request, point: Point) -> None:

@@ -151,3 +151,22 @@ def test_the_host_waits_for_a_stream_that_takes_no_mark() -> None:
     assert ran == [1]
     timeline.close()
     emulated.close()
+
+
+def test_a_point_that_the_host_waited_for_is_over_where_the_device_refuses_to_say_so() -> None:
+    """The wait is the answer: a refused question after it is no error of the caller's."""
+    driver = EmulatedDriver("eager")
+    timeline = Timeline(driver)
+    stream = driver.create_stream()
+    gate = driver.gate(stream)
+    first, second = timeline.record(stream), timeline.record(stream)
+    gate.open()
+    driver.fail("query_event", 1, None)
+    timeline.synchronize(second)
+    assert timeline.done(first)
+    assert timeline.done(second)
+    driver.heal()
+    timeline.check_invariants()
+    driver.destroy_stream(stream)
+    timeline.close()
+    driver.close()

@@ -112,3 +112,28 @@ def test_prefetch_to_the_level_where_everything_is_changes_nothing() -> None:
         assert request.cache.prefetch(HOST)
         assert request.cache.prefetch(GPU)
         assert rig.manager.movement.pages_moved(0, 1) == before
+
+
+def test_slots_stay_busy_where_the_device_neither_marks_a_stream_nor_waits_for_it() -> None:
+    """A kernel of a closed request has not run yet; whoever gets its slots next runs after it."""
+    with Rig(small(4), schedule="eager") as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 16))
+        driver = rig.driver
+        ran: list[str] = []
+        gate = driver.gate(rig.stream)
+        driver.launch(rig.stream, lambda: ran.append("first"))
+        driver.fail("record_event", 1, None)
+        driver.fail("synchronize", 1, None)
+        request.cache.close()
+        driver.heal()
+        other = driver.create_stream()
+        cache = rig.create([])
+        assert cache.resume(other)
+        assert cache.resize(16)
+        driver.launch(other, lambda: ran.append("second"))
+        gate.open()
+        driver.synchronize()
+        assert ran == ["first", "second"]
+        cache.close()
+        driver.destroy_stream(other)
