@@ -149,7 +149,7 @@ def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> 
             return None
         page = node.first
         while page is not None:
-            if page.level == 0 and node.unsettled == 0 and page.ready != waited:
+            if page.level == 0 and node.num_pending_loads == 0 and page.ready != waited:
                 waited = page.ready
                 timeline.wait(request.stream, waited)
             page = page.next_in_block
@@ -169,7 +169,7 @@ def _install_blocks(request: Request, blocks: list[bytes], history: int, point: 
         if beams:
             request.settle_beams(ordinal, beams[number], point)
         if not parent.attached:
-            request.path.append(tree.loose_block(ordinal, data))
+            request.path.append(tree.detached_block(ordinal, data))
             continue
         block, outcome = tree.insert(parent, data, request.tokens_per_block)
         if outcome == BLOCK_NEW and request.loads is not None:
@@ -206,7 +206,7 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
             if may_publish(request, block):
                 shared.hierarchy.merge_ready(page, point)
                 given.append(page)
-        elif not stale and block.unsettled == 0:
+        elif not stale and block.num_pending_loads == 0:
             _adopt(request, table, ordinal, page, present, point)
     if given:
         shared.tree.install_all(block, given, size)

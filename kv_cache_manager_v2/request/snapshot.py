@@ -122,7 +122,7 @@ class Snapshot:
 def may_publish(request: Request, block: Block) -> bool:
     """Whether a block may get pages of the request: while file transfers carry bytes that these build on, only one that is hidden
     until they have settled, never a block that another request has published."""
-    return request.loads is None or block.unsettled > 0
+    return request.loads is None or block.num_pending_loads > 0
 
 
 def parent_of(request: Request) -> Block:

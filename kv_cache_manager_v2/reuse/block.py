@@ -1,6 +1,6 @@
-"""A node of the reuse tree: the tokens of one block, and the page of each life cycle that has one.
+"""A node of the radix tree: the tokens of one block, and its page in each life cycle.
 
-Rule: blocks own their children and name their parent; only the tree that a block belongs to changes it.
+Blocks own their children and refer to their parent. Only the tree that a block belongs to changes it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
 
 @mypyc_attr(acyclic=True)
 class Block(Leaf):
-    """Up to tokens_per_block tokens that follow their parent's, and the page of each life cycle that has one."""
+    """Up to tokens_per_block tokens that follow those of the parent, and their pages: at most one per life cycle."""
 
     def __init__(self, tree: RadixTree, parent: Block | None, ordinal: int, tokens: bytes, num_tokens: int) -> None:
         super().__init__(tokens)
-        # four bytes each, side by side with the leaf's last: no padding
+        # Four-byte fields, declared next to the four-byte field of `Leaf`, so that the compiled class has no padding.
         self.ordinal: i32 = ordinal  # position in the sequence; -1 for a root
         self.num_tokens: i32 = num_tokens
-        self.pins: i32 = 0  # open requests whose path ends here: the block stays, pages or not
-        self.unsettled: i32 = 0  # loads in flight on which the pages' contents depend; until none is left, nothing of it matches
+        self.pins: i32 = 0  # open requests whose path ends here: a pinned block stays even without pages
+        self.num_pending_loads: i32 = (
+            0  # loads in flight that the pages' bytes depend on; while there are any, the block cannot match
+        )
         self.attached = True
-        # eight bytes each
+        # Eight-byte fields.
         self.tree = tree
-        self.parent = parent  # None for a root, and once detached
-        self.first: Page | None = None  # the page of the lowest life cycle that has one; see `Page.next_in_block`
+        self.parent = parent  # None for a root and for a detached block
+        self.first: Page | None = None  # first page of the list; the others follow through `Page.next_in_block`
         self.children: Leaf | TrieNode | None = None  # see sibling_trie.py
-        self.covered = 0  # bit set of the life cycles whose page is good for all of the block's tokens
+        self.covered = 0  # bit set of the life cycles whose page covers all tokens of the block
         self.key: bytes | None = None  # computed on demand
-        self.event_state: object = None  # the listener's own notes of this block
+        self.event_state: object = None  # belongs to the event manager
 
     def page_gone(self, page: Page) -> None:
         self.tree.page_gone(self, page)
@@ -51,7 +53,10 @@ class Block(Leaf):
             listener.page_moved(self, page.life_cycle, source, destination)
 
     def block_key(self) -> bytes:
-        """The chained key; O(ancestors without one so far). Raises LogicError for a block that left the tree without its key."""
+        """The chained key. O(ancestors whose key is not computed yet).
+
+        Raises LogicError for a block that left the tree before its key was computed.
+        """
         missing: list[Block] = []
         node = self
         key = node.key
@@ -59,7 +64,9 @@ class Block(Leaf):
             missing.append(node)
             parent = node.parent
             if parent is None:
-                raise LogicError("the block has left the tree, and its key was never asked for: only its tokens are left")
+                raise LogicError(
+                    "the block has left the tree, and its key was not computed before; ask for the key while the block is cached"
+                )
             node = parent
             key = node.key
         while missing:
@@ -79,7 +86,7 @@ class Block(Leaf):
         """The children, in the order of their packed bits."""
         return [as_block(leaf) for leaf in sibling_trie.leaves(self.children)]
 
-    # --- its pages: a list linked through the pages, for which nothing is allocated and which the collector does not see
+    # --- pages: a list linked through the pages themselves, so that it needs no memory and no work of the garbage collector
 
     def page(self, life_cycle: int) -> Page | None:
         """The page of a life cycle, None if it has none. O(life cycles)."""
@@ -94,7 +101,7 @@ class Block(Leaf):
         return tuple([self.page(life_cycle.index) for life_cycle in self.tree.life_cycles])
 
     def put_page(self, page: Page) -> None:
-        """List a page, instead of another one of its life cycle if there is any."""
+        """Add a page to the list. It replaces the page of the same life cycle, if there is one."""
         before: Page | None = None
         after = self.first
         while after is not None and after.life_cycle < page.life_cycle:
@@ -111,7 +118,7 @@ class Block(Leaf):
             before.next_in_block = page
 
     def put_pages(self, pages: list[Page]) -> list[Page]:
-        """List pages of ascending life cycles; those of the same life cycles that they replace. O(life cycles)."""
+        """Add pages, in ascending order of life cycles. Returns the pages that they replace. O(life cycles)."""
         replaced: list[Page] = []
         before: Page | None = None
         after = self.first
@@ -136,8 +143,8 @@ class Block(Leaf):
             before = page
         return replaced
 
-    def forget_page(self, page: Page) -> bool:
-        """List a page no longer; False if it was not listed."""
+    def unlist_page(self, page: Page) -> bool:
+        """Remove a page from the list. Returns whether it was listed."""
         before: Page | None = None
         found = self.first
         while found is not None and found is not page:
@@ -152,8 +159,8 @@ class Block(Leaf):
         page.next_in_block = None
         return True
 
-    def take_pages(self) -> list[Page]:
-        """List no page any more; those that were."""
+    def unlist_pages(self) -> list[Page]:
+        """Remove all pages from the list, and return them."""
         taken: list[Page] = []
         page = self.first
         self.first = None
@@ -167,7 +174,7 @@ class Block(Leaf):
 
 @mypyc_attr(acyclic=True)
 class RootBlock(Block):
-    """Where the blocks of one scope begin: no tokens, no pages."""
+    """The parent of all first blocks of one scope. It has no tokens and no pages."""
 
     def __init__(self, tree: RadixTree, scope: ReuseScope) -> None:
         super().__init__(tree, None, -1, b"", 0)
@@ -176,7 +183,7 @@ class RootBlock(Block):
 
 
 def as_block(leaf: object) -> Block:
-    """A leaf of a sibling trie, or the owner of a cached page, as the block that it is."""
+    """Narrow a leaf of a sibling trie, or the owner of a cached page, to `Block`."""
     assert isinstance(leaf, Block)
     return leaf
 

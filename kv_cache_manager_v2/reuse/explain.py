@@ -1,9 +1,9 @@
-"""Why the reuse of a prompt ended where it did.
+"""Explains why the reuse of a prompt ended where it did.
 
-Rule: an explanation is found by a second look at the tree; requests record nothing for it. Only drops have to be recorded: with
-`miss_history=N` the latest N are, by block key, with the time and the cache level.
+An explanation comes from a second search of the tree, so requests record nothing for it. Dropped blocks are the exception, since
+the tree no longer has them: `miss_history=N` records the latest N drops by block key, with their time and cache level.
 
-Time is `RadixTree.clock`: the number of blocks that ever entered the tree.
+Time is logical: `RadixTree.clock`, the number of blocks added to the tree so far.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from kv_cache_manager_v2.reuse.tree import LOSS_CLEARED, LOSS_NONE, RadixTree
 
 
 class MissCause(Enum):
-    """What ended the reuse; the first that applies, in this order."""
+    """Why reuse ended. Where several causes apply, the first in this order is reported."""
 
     NOTHING_MISSED = "nothing missed"  # the whole prompt is reusable
-    UNSETTLED = "unsettled"  # a block further on depends on a file load that has not ended
-    NO_SNAPSHOT = "no snapshot"  # the blocks are there, but no recurrent state at a later position
-    WINDOW_HOLE = "window hole"  # the blocks are there, but a page in the window before the end is not
-    NOT_COVERED = "not covered"  # a block further on has no page for all of the tokens needed
-    BACK_OFF = "back-off"  # more is cached; the configured back-off gives it up
-    PARTIAL_REUSE_OFF = "partial reuse off"  # a block begins with the next tokens, but only whole blocks are reused
-    DROPPED = "dropped"  # the next block was cached once
+    UNSETTLED = "unsettled"  # a later block depends on a file load that is still in flight
+    NO_SNAPSHOT = "no snapshot"  # the blocks are cached, but no recurrent state at a later position
+    WINDOW_HOLE = "window hole"  # the blocks are cached, but a page inside the window is missing
+    NOT_COVERED = "not covered"  # a later block has no page that covers all tokens needed
+    BACK_OFF = "back-off"  # more is cached, but the configured back-off leaves it unused
+    PARTIAL_REUSE_OFF = "partial reuse off"  # a block begins with the next tokens, but only whole blocks may be reused
+    DROPPED = "dropped"  # the next block was cached and has been dropped
     OTHER_SCOPE = "other scope"  # the next block is cached under another LoRA id or salt
-    NEVER_STORED = "never stored"  # or dropped before the drops that are recorded
+    NEVER_STORED = "never stored"  # never cached, or dropped before the earliest recorded drop
 
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class MissReport:
-    """How far a prompt is reusable, and why not further. `str()` says it in a sentence."""
+    """How far a prompt is reusable, and why not further. `str()` gives one sentence."""
 
-    num_tokens: int  # reusable
-    num_lookup_tokens: int  # of the prompt
+    num_tokens: int  # reusable tokens
+    num_lookup_tokens: int  # tokens of the prompt
     cause: MissCause
-    position: int  # where what is missing begins (a block, a snapshot), or reuse would have gone on to
-    now: int  # logical time: blocks that ever entered the tree
-    remembered: int  # drops that the history holds at most; 0: drops are not remembered
+    position: int  # token position: start of the missing block, position of the missing snapshot, or end of a longer match
+    now: int  # logical time: blocks added to the tree so far
+    remembered: int  # most drops that the history records; 0: none are recorded
     life_cycle: int | None = None  # layer group whose page is missing
-    dropped_at: int | None = None  # logical time
-    level: int | None = None  # cache level from which it was dropped; None also where the cache was cleared
-    tier: CacheTier | None = None  # of that level
-    scope: ReuseScope | None = None  # that has more of this prompt
+    dropped_at: int | None = None  # logical time of the drop
+    level: int | None = None  # cache level from which the page was dropped; None if not recorded, or if the cache was cleared
+    tier: CacheTier | None = None  # tier of that level
+    scope: ReuseScope | None = None  # scope under which more of the prompt is cached
 
     def __str__(self) -> str:
         return f"{self.num_tokens} of {self.num_lookup_tokens} tokens are reusable{self._reason()}"
@@ -65,7 +65,7 @@ class MissReport:
         if cause == MissCause.NOTHING_MISSED:
             return ""
         if cause == MissCause.UNSETTLED:
-            return f": the block at {self.position} depends on a file load that has not ended"
+            return f": the block at {self.position} depends on a file load that is still in flight"
         if cause == MissCause.NO_SNAPSHOT:
             return f": {group} has no snapshot after token {self.num_tokens}, up to {self.position}{self._dropped()}"
         if cause == MissCause.WINDOW_HOLE:
@@ -73,47 +73,47 @@ class MissReport:
         if cause == MissCause.NOT_COVERED:
             return f": {group} has no page for all needed tokens of the block at {self.position}{self._dropped()}"
         if cause == MissCause.BACK_OFF:
-            return f": {self.position} are cached, the rest is given up by reuse_match_backoff"
+            return f": {self.position} are cached, but reuse_match_backoff leaves the rest unused"
         if cause == MissCause.PARTIAL_REUSE_OFF:
             return f": a cached block shares tokens up to {self.position}, but enable_partial_reuse is off"
         if cause == MissCause.DROPPED:
             return f": the block at {self.position} was cached{self._dropped()}"
         if cause == MissCause.OTHER_SCOPE:
-            return f": under {self.scope} tokens up to {self.position} are cached"
-        forgotten = "drops are not remembered (miss_history=0)"
+            return f": tokens up to {self.position} are cached under {self.scope}"
+        unrecorded = "it was dropped: drops are not recorded (miss_history=0)"
         if self.remembered > 0:
-            forgotten = f"it was dropped before the latest {self.remembered} drops"
-        return f": the block at {self.position} was never stored, or {forgotten}"
+            unrecorded = f"it was dropped before the latest {self.remembered} drops"
+        return f": the block at {self.position} was never stored, or {unrecorded}"
 
     def _dropped(self) -> str:
         if self.dropped_at is None:
             return ""
         ago = self.now - self.dropped_at
         if self.level is None:
-            return f"; everything was cleared {ago} new blocks ago"
+            return f"; the cache was cleared {ago} new blocks ago"
         tier = self.tier.name if self.tier is not None else "?"
         return f"; dropped from level {self.level} ({tier}) {ago} new blocks ago"
 
 
 @mypyc_attr(acyclic=True)
 class Drop:
-    """One page or block that was dropped."""
+    """The drop of one page or block."""
 
     def __init__(self, clock: int, life_cycle: int, level: int, num_bytes: int) -> None:
         self.clock = clock
-        self.life_cycle = life_cycle  # of the page whose loss caused the drop
-        self.level = level  # of that page; LOSS_CLEARED if all was cleared
-        self.num_bytes = num_bytes  # of the block's packed tokens; 0 for a single page
+        self.life_cycle = life_cycle  # life cycle of the page whose loss caused the drop
+        self.level = level  # cache level of that page; LOSS_CLEARED if the cache was cleared
+        self.num_bytes = num_bytes  # length of the block's packed tokens; 0 for a single page
 
 
 class MissHistory(CacheListener):
-    """The latest drops by key, the oldest removed first. O(1) for each drop, plus computing its block's key."""
+    """A listener that records the latest `limit` drops by block key. O(1) per drop, plus computing the block's key."""
 
     def __init__(self, limit: int, next_listener: CacheListener | None) -> None:
         self.limit = limit
-        self._next = next_listener  # told everything too
-        self._drops: dict[bytes, Drop] = {}  # by block key; a single page's by key and life cycle
-        self._lengths: dict[int, int] = {}  # how many dropped blocks have so many bytes of packed tokens
+        self._next = next_listener  # receives every call too
+        self._drops: dict[bytes, Drop] = {}  # by block key; the drop of a single page by block key and life cycle
+        self._lengths: dict[int, int] = {}  # number of recorded blocks by the length of their packed tokens
 
     def __len__(self) -> int:
         return len(self._drops)
@@ -141,20 +141,20 @@ class MissHistory(CacheListener):
             self._next.block_removed(block)
 
     def find(self, key: bytes, life_cycle: int = -1) -> Drop | None:
-        """When a block, or one page of it, was last dropped."""
+        """The latest recorded drop of a block, or of its page in one life cycle."""
         return self._drops.get(_drop_key(key, life_cycle))
 
     def lengths(self, most: int) -> list[int]:
-        """The different lengths of dropped blocks up to `most`, ascending; bytes of packed tokens. O(different lengths)."""
+        """The distinct lengths of recorded blocks up to `most` bytes of packed tokens, ascending. O(distinct lengths)."""
         return sorted([length for length in self._lengths if length <= most])
 
     def _record(self, listed: CachedBlock, life_cycle: int) -> None:
         assert isinstance(listed, Block)
         tree = listed.tree
-        if tree.loss_level == LOSS_NONE or listed.unsettled > 0:
-            return  # replaced by a longer block, or empty, or not matchable yet
+        if tree.loss_level == LOSS_NONE or listed.num_pending_loads > 0:
+            return  # not a drop: replaced by a longer block, pruned while empty, or never matchable
         key = _drop_key(listed.block_key(), life_cycle)
-        self._remove(key)  # so that the latest drop of a block is the last one in the table
+        self._remove(key)  # a repeated drop moves to the end: the table is ordered by the latest drop
         num_bytes = len(listed.tokens) if life_cycle < 0 else 0
         self._drops[key] = Drop(tree.clock, tree.loss_life_cycle, tree.loss_level, num_bytes)
         self._lengths[num_bytes] = self._lengths.get(num_bytes, 0) + 1
@@ -184,11 +184,11 @@ def explain(
     history: MissHistory | None,
     tiers: list[CacheTier],
 ) -> MissReport:
-    """Why `match` with the same arguments finds no more. Changes nothing. O(prompt), plus one match for each other scope."""
-    return _Inquiry(tree, scope, tokens, history, tiers).answer(partial, backoff)
+    """Explain why `match` with the same arguments finds no more. Changes nothing. O(prompt), plus one match per other scope."""
+    return _Explanation(tree, scope, tokens, history, tiers).answer(partial, backoff)
 
 
-class _Inquiry:
+class _Explanation:
     """One explanation in progress."""
 
     def __init__(
@@ -243,11 +243,11 @@ class _Inquiry:
         )
 
     def _missing_page(self, limit: int, before_hybrid: int) -> MissReport:
-        """The path goes on to `limit`; something there is missing."""
+        """The path is cached up to `limit`, but a page or a snapshot on it is missing."""
         size = self._size
         path = self._path(limit)
         for ordinal in range(len(path)):
-            if path[ordinal].unsettled:
+            if path[ordinal].num_pending_loads:
                 return self._report(MissCause.UNSETTLED, ordinal * size)
         for life_cycle in self._tree.life_cycles:
             if not life_cycle.is_attention:
@@ -273,7 +273,7 @@ class _Inquiry:
         return None if self._history is None else self._history.find(block.block_key(), life_cycle)
 
     def _path(self, limit: int) -> list[Block]:
-        """The blocks that hold the first `limit` tokens; of several that share the last ones, one."""
+        """The blocks of the first `limit` tokens. If several blocks share the last tokens, any one of them ends the path."""
         node = self._tree.find_root(self._scope)
         path: list[Block] = []
         position = 0
@@ -286,7 +286,7 @@ class _Inquiry:
         return path
 
     def _path_end(self, blocks: list[Block], partial: bool, backoff: int) -> MissReport:
-        """Nothing cached under this scope begins with more of the prompt."""
+        """Explain a match that is as long as the cached path of this scope."""
         beg = self._num_tokens // self._size * self._size
         drop = self._dropped_block(blocks, beg)
         if drop is not None:
@@ -303,9 +303,9 @@ class _Inquiry:
         return self._report(MissCause.NEVER_STORED, beg)
 
     def _dropped_block(self, blocks: list[Block], beg: int) -> Drop | None:
-        """The drop of the longest block at `beg` that the prompt holds whole, and that would have made the match longer.
+        """The drop of the longest block that begins at `beg`, is wholly in the prompt, and would have lengthened the match.
 
-        Only lengths that were dropped are tried, each on top of the shorter ones: O(tokens of a block).
+        Only lengths of recorded blocks are tried, in one pass of the hash: O(tokens of a block).
         """
         if self._history is None:
             return None
@@ -317,7 +317,7 @@ class _Inquiry:
         first = tokens.byte_offset(beg)
         ends: list[int] = []
         for end in self._history.lengths(len(data)):
-            if end > matched and tokens.byte_offset(tokens.whole_tokens(first + end)) == first + end:  # not within a digest
+            if end > matched and tokens.byte_offset(tokens.whole_tokens(first + end)) == first + end:  # not inside a digest
                 ends.append(end)
         candidates = keys.prefix_keys(parent_key, data, ends)
         while candidates:

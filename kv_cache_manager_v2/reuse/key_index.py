@@ -1,7 +1,7 @@
 """Cached blocks by their keys.
 
-Rule: a key may name several blocks (see the framing in keys.py), and none of them hides another. Every call is O(1), plus the
-blocks that share the key.
+Several blocks may share a key (see the framing in keys.py), and all of them are found. Every call is O(1), plus the blocks that
+share the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KeyIndex:
             self.add(block)
 
     def find(self, key: bytes) -> list[Block]:
-        """All blocks of a key, in the order in which they came."""
+        """All blocks with this key, in the order in which they were added."""
         first = self._first.get(key)
         if first is None:
             return []
@@ -46,7 +46,7 @@ class KeyIndex:
             del self._others[key]
 
     def check(self, blocks: list[Block]) -> None:
-        """Assert that exactly these blocks are listed, each under its key."""
+        """Assert that the index holds exactly these blocks, each under its key."""
         assert len(self._first) + sum([len(others) for others in self._others.values()]) == len(blocks), (
             "the key index is out of date"
         )

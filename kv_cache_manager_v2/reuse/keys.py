@@ -1,13 +1,13 @@
-"""Chained block keys: the names by which the outside knows cached blocks, and the scopes that keep tenants apart.
+"""Chained block keys, by which events, routers and probes name cached blocks; and the scopes that separate tenants.
 
-Rule: a key names a block for events, routers and probes by key. It never decides a match of tokens. It is computed once, on demand.
+A key names a block. It never decides a match, which compares tokens. It is computed once, on demand.
 
-Framing, so that an engine can compute the same keys. Scope bytes: a mask byte (bit 0: lora_id given, bit 1: salt given), then each
-given field as 8 bytes, little-endian, unsigned. Root key: hash of the scope bytes. Block key: hash of the parent's key and the
-block's tokens. An id is 4 bytes, little-endian. A digest depends on the hash:
+An engine can compute the same keys. This is the framing of the hashed bytes. Scope bytes: a mask byte (bit 0: lora_id given, bit 1:
+salt given), then each given field as 8 bytes, little-endian, unsigned. Root key: hash of the scope bytes. Block key: hash of the
+parent's key and the block's tokens. An id is 4 bytes, little-endian. The framing of a digest depends on the hash:
 
     blake3    the word 0x80000000 (no id has its top bit set), then the 32 bytes: different tokens always give different input
-    sha256    the 32 bytes alone, as other systems do: a digest can have the bytes of eight ids, and then two blocks share a key
+    sha256    the 32 bytes alone, as in other systems: a digest may have the bytes of eight ids, and then two blocks share a key
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SALT_BIT: Final = 2
 
 
 class ReuseScope:
-    """Who may share cached blocks: requests of equal LoRA id and equal salt. None is a value of its own, different from 0."""
+    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0."""
 
     def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None:
         self.lora_id: Final[int | None] = unsigned_or_none(lora_id, "lora_id")
@@ -44,7 +44,7 @@ class ReuseScope:
         return 2
 
     def __getitem__(self, position: SupportsIndex) -> int | None:
-        """As of the tuple (lora_id, salt)."""
+        """Index the tuple (lora_id, salt)."""
         fields = (self.lora_id, self.salt)
         number = whole(position, "position")
         if not -2 <= number < 2:
@@ -52,14 +52,14 @@ class ReuseScope:
         return fields[0] if number in (0, -2) else fields[1]
 
     def _replace(self, **fields: SupportsIndex | None) -> ReuseScope:
-        """A scope with some fields changed. Raises ConfigError for other names."""
+        """A copy with some fields changed. Raises ConfigError for an unknown field."""
         unknown = sorted(fields.keys() - {"lora_id", "salt"})
         if unknown:
             raise ConfigError(f"a scope has no field {unknown[0]!r}; its fields are lora_id and salt")
         return ReuseScope(fields.get("lora_id", self.lora_id), fields.get("salt", self.salt))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the tuple (lora_id, salt) too."""
+        """A scope also equals the tuple (lora_id, salt)."""
         if isinstance(other, ReuseScope):
             return self.data == other.data
         if isinstance(other, tuple):
@@ -81,7 +81,7 @@ ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | 
 
 
 def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
-    """The scope that a caller means: a ReuseScope, a tuple (lora_id, salt), or None for no LoRA and no salt."""
+    """Convert an argument to a scope: a ReuseScope, a tuple (lora_id, salt), or None for neither. Raises ConfigError."""
     if isinstance(value, ReuseScope):
         return value
     if value is None:
@@ -92,17 +92,17 @@ def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
 
 
 class BlockKeys(ABC):
-    """The hash chain over one choice of hash function."""
+    """A chain of block keys with one hash function."""
 
     def __init__(self, name: str) -> None:
-        self.name: Final = name  # as `block_key_hash` gives it
+        self.name: Final = name  # a value of `block_key_hash`
 
     @abstractmethod
     def digest(self, data: bytes) -> bytes:
         """The 32-byte hash of some bytes."""
 
     def root_key(self, scope: ReuseScope) -> bytes:
-        """The key that a scope's first block is chained to."""
+        """The key that precedes the first block of a scope in the chain."""
         return self.digest(scope.data)
 
     @abstractmethod
@@ -111,7 +111,7 @@ class BlockKeys(ABC):
 
     @abstractmethod
     def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
-        """`block_key` of the first ends[0], ends[1], ... bytes of some packed tokens; `ends` ascend. O(bytes + ends)."""
+        """The `block_key` of each prefix of `tokens` that ends at one of `ends`, which ascend. O(bytes + ends)."""
 
 
 class Blake3Keys(BlockKeys):
@@ -129,13 +129,13 @@ class Blake3Keys(BlockKeys):
         beg = 0
         for end in ends:
             hasher.update(tokens[beg:end])
-            keys.append(hasher.digest())  # the hasher goes on from here
+            keys.append(hasher.digest())  # a digest does not end the hash: more bytes may follow
             beg = end
         return keys
 
 
 class Sha256Keys(BlockKeys):
-    """SHA-256: for exchange with systems that name blocks by SHA-256 chains. Two blocks may share a key: see the framing above."""
+    """SHA-256, for exchange with systems that use SHA-256 chains. Two blocks may share a key: see the framing above."""
 
     def digest(self, data: bytes) -> bytes:
         return sha256(data).digest()
@@ -155,16 +155,16 @@ class Sha256Keys(BlockKeys):
 
 
 def make_block_keys(name: str) -> BlockKeys:
-    """The hash chain by the name of its hash, as the configuration gives it. Raises ConfigError for an unknown one."""
+    """The key chain for a value of `block_key_hash`. Raises ConfigError for an unknown one."""
     if name == "blake3":
         return Blake3Keys(name)
     if name == "sha256":
         return Sha256Keys(name)
-    raise ConfigError(f"block_key_hash {name!r}: must be 'blake3' or 'sha256'")
+    raise ConfigError(f"block_key_hash is {name!r}; it must be 'blake3' or 'sha256'")
 
 
 def _without_marks(tokens: bytes) -> bytes:
-    """Packed tokens with the mark before each digest left out."""
+    """Packed tokens without the mark before each digest."""
     if not has_digest(tokens):
         return tokens
     parts: list[bytes] = []
@@ -176,9 +176,9 @@ def _without_marks(tokens: bytes) -> bytes:
 def sequence_to_blockchain_keys(
     tokens_per_block: SupportsIndex, reuse_scope: ScopeLike | None, tokens: Tokens, block_key_hash: str = "blake3"
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
-    """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
+    """Yield the keys of a prompt's blocks: first ([], root key), then (tokens, key) of each block. The last block may be partial.
 
-    Takes the same tokens as `pack`; a digest is returned as its 32 bytes. Raises ConfigError before the first item.
+    Accepts the same tokens as `pack`. A digest is returned as its 32 bytes. Raises ConfigError at the call, before any item.
     """
     length = at_least(tokens_per_block, "tokens_per_block", 1)
     scope = scope_of(reuse_scope)

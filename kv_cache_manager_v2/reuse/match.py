@@ -1,15 +1,15 @@
-"""The longest reusable prefix of a prompt.
+"""Finds the longest reusable prefix of a prompt.
 
-Rule: n tokens are reusable when some path of the tree begins with the first n tokens and, for every life cycle, every block that is
-not stale at n has a page for its share of them; life cycles with snapshots (SSM) look at the last block only, and need one at
-exactly n. The answer is the largest such n not above the length of the longest common path minus the back-off.
+The first n tokens of a prompt are reusable if some path of the tree begins with them, and every life cycle has its pages. An
+attention life cycle needs a page for each block that is not stale at n, covering the block's tokens among the first n. A recurrent
+life cycle needs a snapshot at exactly n. A match is the largest such n not above the longest common path minus the back-off.
 
-Full blocks are unique among siblings, so the path is decided up to its last block: that one may be any sibling that shares the run
-needed. Candidates are tried from the longest down, first the end of a block, then the best end inside it. What was found out about
-the pages of a window is kept, so that all of it costs O(blocks x life cycles).
+A full block is unique among its siblings, so only the last block of a path is a choice: any sibling with the needed tokens will do.
+Candidates are tried from the longest down: first the end of a block, then the best position inside it. Results for the pages of a
+window are kept between candidates, so the whole search costs O(blocks x life cycles).
 
-Without partial matching a block belongs to the path only if the prompt holds all of it: all full blocks, and a stored partial block
-that the prompt ends with. Back-off and missing pages may still end a match inside such a block.
+Without partial matching, the path contains only blocks that are wholly in the prompt: full blocks, and a cached partial block that
+the prompt ends with. Back-off or missing pages may still end a match inside such a block.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _NOTHING: Final = -1
 
 
 class Match:
-    """What of a prompt is cached. It owns nothing: hold the pages that you need before anything else happens."""
+    """The reusable part of a prompt. It owns no pages: hold those that are needed before the tree changes."""
 
     def __init__(self, blocks: list[Block], num_tokens: int, num_lookup_tokens: int, divergence: int, before_hybrid: int) -> None:
-        self.blocks = blocks  # those that hold the first `num_tokens` tokens; of the last one possibly only a part is used
+        self.blocks = blocks  # the blocks of the first `num_tokens` tokens; the last one may be used in part
         self.num_tokens = num_tokens
         self.num_lookup_tokens = num_lookup_tokens
-        self.divergence = divergence  # length of the longest common path, whatever its pages, before the back-off
-        self.before_hybrid = before_hybrid  # what would be reusable if no life cycle needed snapshots
+        self.divergence = divergence  # length of the longest common path, before back-off and regardless of missing pages
+        self.before_hybrid = before_hybrid  # tokens that would be reusable if no life cycle needed snapshots
 
 
 def match(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, partial: bool, backoff: int) -> Match:
-    """The longest reusable prefix of a prompt under a scope; changes nothing.
+    """Find the longest reusable prefix of a prompt under a scope. Changes nothing. O(blocks x life cycles).
 
-    `partial` allows a last block of which the prompt shares only a part. Raises ConfigError for ids out of range.
+    `partial` allows a match to end inside a block. Raises ConfigError for ids out of range.
     """
     root = tree.find_root(scope)
     if root is None:
@@ -54,16 +54,16 @@ def match(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, partial: bo
 
 
 def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], backoff: int) -> Match:
-    """The longest reusable prefix of a prompt that is known by the keys of its blocks only (without the root's).
+    """Find the longest reusable prefix of a prompt given only the keys of its blocks, without the root key.
 
-    A block counts the tokens that it has; nothing matches partly, so what follows a partial block is not looked at.
+    Blocks match as wholes. A match may end with a partial block, and nothing after one is considered.
     """
     num_lookup = tree.tokens_per_block * len(block_keys)
     root = tree.find_root(scope)
     if root is None:
         return Match([], 0, num_lookup, 0, 0)
     found = Match([], 0, num_lookup, 0, 0)
-    starts: list[list[Block]] = [[]]  # where to begin: paths that end in one of several blocks of the same key
+    starts: list[list[Block]] = [[]]  # paths to start from; one more for each further block that shares a key
     while starts:
         search = _Search(tree, root, num_lookup)
         search.follow_keys(block_keys, starts.pop(), starts)
@@ -74,7 +74,7 @@ def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], back
 
 
 def first_new_block_key(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, found: Match) -> bytes | None:
-    """The key of the first block that a request with this match would add, of the prompt's own chain; None if it is not full."""
+    """The key of the first block that a request with this match would compute; None if the prompt does not fill that block."""
     size = tree.tokens_per_block
     ordinal = found.num_tokens // size
     if (ordinal + 1) * size > tokens.num_tokens:
@@ -84,7 +84,7 @@ def first_new_block_key(tree: RadixTree, scope: ReuseScope, tokens: TokenSequenc
 
 
 def is_reusable(tree: RadixTree, blocks: list[Block], num_tokens: int) -> bool:
-    """Whether a request could start with exactly the first `num_tokens` tokens of a path of the tree. O(blocks)."""
+    """Whether exactly the first `num_tokens` tokens of a path of the tree are reusable. O(blocks)."""
     size = tree.tokens_per_block
     full = num_tokens // size
     run = num_tokens - full * size
@@ -108,26 +108,26 @@ def is_reusable(tree: RadixTree, blocks: list[Block], num_tokens: int) -> bool:
 
 
 class _Search:
-    """The longest common path, and the search for the longest part of it that has all pages."""
+    """Finds the longest common path, then the longest part of it for which all pages are cached."""
 
     def __init__(self, tree: RadixTree, root: Block, num_lookup: int) -> None:
         self.tree = tree
         self.root = root
         self.num_lookup = num_lookup
-        self.path: list[Block] = []  # full blocks, all of whose tokens the prompt begins with
-        self.whole = 0  # leading blocks of the path that have the pages without which nothing longer matches
+        self.path: list[Block] = []  # the full blocks of the longest common path
+        self.whole = 0  # first blocks of the path that have all pages of `RadixTree.path_mask`
         self.length = 0  # tokens of the longest common path
-        self.tokens: TokenSequence | None = None  # where any sibling may be the last block; None: only the path's own, or
-        self.partial_end: Block | None = None  # this partial one after the path
-        self.good_from: list[int] = []  # by windowed life cycle: blocks from here up to the one looked at have its page
-        self.found: Block | None = None  # the last block of the accepted candidate if that ends inside it
+        self.tokens: TokenSequence | None = None  # with partial matching, the prompt: any sibling may be the last block
+        self.partial_end: Block | None = None  # without it, a partial block after the path that the prompt ends with
+        self.good_from: list[int] = []  # by windowed life cycle: blocks from here to the candidate's end have their page
+        self.found: Block | None = None  # last block of the accepted candidate, if the candidate ends inside it
 
     def follow(self, tokens: TokenSequence, partial: bool) -> None:
-        """Go down the tree as far as the prompt leads."""
+        """Descend the tree along the prompt's tokens."""
         node = self.root
         path = self.path
         data = tokens.data
-        size: i64 = self.tree.tokens_per_block  # these are machine words: the loop below is what a probe costs
+        size: i64 = self.tree.tokens_per_block  # i64 locals: the loop below is nearly all the cost of a probe
         num_tokens: i64 = tokens.num_tokens
         is_text = not tokens.digests
         masks = self.tree.path_masks
@@ -135,7 +135,7 @@ class _Search:
         whole: i64 = _NOTHING
         depth: i64 = 0
         position: i64 = 0
-        beg: i64 = 0  # byte of `data` at which `position` lies
+        beg: i64 = 0  # byte offset of `position` in `data`
         while position + size <= num_tokens:
             children = node.children
             if children is None:
@@ -146,7 +146,7 @@ class _Search:
                 break
             node = cast(Block, leaf)
             if node.num_tokens != size:
-                break  # equal bytes, other tokens: an unchecked id looks like the mark of a digest; `check_range` will say so
+                break  # equal bytes but other tokens: an unchecked id equals the digest mark, and `check_range` below raises
             if whole < 0:
                 needed = mask if depth >= len(masks) else masks[depth]
                 if node.covered & needed != needed:
@@ -165,7 +165,7 @@ class _Search:
             self._follow_into(tokens, partial, beg, min(position + size, num_tokens))
 
     def _follow_into(self, tokens: TokenSequence, partial: bool, beg: int, position_end: int) -> None:
-        """Find what the block after the path shares with the prompt's next tokens."""
+        """Extend the path into a last block that shares the prompt's next tokens."""
         parent = self.path[len(self.path) - 1] if self.path else self.root
         children = parent.children
         if children is None:
@@ -180,10 +180,10 @@ class _Search:
             self.partial_end = cast(Block, leaf)
 
     def follow_keys(self, block_keys: list[bytes], start: list[Block], others: list[list[Block]]) -> None:
-        """Go down the tree as far as the keys lead, at most up to a partial block.
+        """Descend the tree along block keys, at most to a partial block.
 
-        The path begins with the blocks of `start`. Where several children have the next key, one is followed, and the paths to
-        the rest are added to `others`.
+        The path begins with the blocks of `start`. Where several children share the next key, the path follows one, and the paths
+        to the rest are added to `others`.
         """
         for block in start:
             self._step_to(block)
@@ -200,7 +200,7 @@ class _Search:
             depth += 1
 
     def _step_to(self, block: Block) -> None:
-        """Add a block that was found by its key to the path."""
+        """Append a block found by its key to the path."""
         tree = self.tree
         self.length += block.num_tokens
         if block.num_tokens < tree.tokens_per_block:
@@ -227,11 +227,11 @@ class _Search:
         return Match(blocks, num_tokens, self.num_lookup, self.length, before_hybrid)
 
     def _longest(self, limit: int, snapshots: bool) -> int:
-        """The largest reusable length not above `limit`; `found` is its last block if it ends inside a block."""
+        """The largest reusable length not above `limit`. Sets `found` if it ends inside a block."""
         size = self.tree.tokens_per_block
         self.found = None
         self.good_from = [len(self.path)] * len(self.tree.windows)
-        ordinal = min((limit - 1) // size, self.whole) if limit > 0 else _NOTHING  # of the block in which the candidate ends
+        ordinal = min((limit - 1) // size, self.whole) if limit > 0 else _NOTHING  # of the candidate's last block
         while ordinal >= 0:
             if ordinal < self.whole and (ordinal + 1) * size <= limit and self._ends_after(ordinal, snapshots):
                 return (ordinal + 1) * size
@@ -242,7 +242,7 @@ class _Search:
         return 0
 
     def _ends_after(self, ordinal: int, snapshots: bool) -> bool:
-        """Whether a match may end with this block of the path. Its pages that every longer match needs are known to exist."""
+        """Whether a match may end at the end of this block. The caller has checked the path-ending life cycles."""
         end = ordinal + 1
         mask = self.tree.snapshot_mask
         if snapshots and self.path[ordinal].covered & mask != mask:
@@ -256,7 +256,7 @@ class _Search:
         return True
 
     def _window_holds(self, i: int, life_cycle: LifeCycle, beg: int, end: int) -> bool:
-        """Whether the path's blocks beg..end-1 have the page of the i-th windowed life cycle."""
+        """Whether blocks beg..end-1 of the path have their page in the i-th windowed life cycle."""
         good_from = min(self.good_from[i], end)
         path = self.path
         bit = 1 << life_cycle.index
@@ -266,7 +266,10 @@ class _Search:
         return good_from <= beg
 
     def _ends_inside(self, ordinal: int, most: int, snapshots: bool) -> int:
-        """The longest reusable run, at most `most` < tokens_per_block tokens, of a block after the path's first `ordinal`."""
+        """The longest reusable run of tokens in a block that follows `ordinal` blocks of the path.
+
+        At most `most` tokens, fewer than a block; 0 if none. Sets `found` to that block.
+        """
         size = self.tree.tokens_per_block
         least = 1
         windows = self.tree.windows
@@ -282,7 +285,7 @@ class _Search:
         return self._best_end(ordinal, least, most, snapshots)
 
     def _best_end(self, ordinal: int, least: int, most: int, snapshots: bool) -> int:
-        """The longest run between the two for which a block has the pages; that block becomes `found`."""
+        """The longest run of `least` to `most` tokens for which a sibling has the pages; 0 if none. Sets `found`."""
         path = self.path
         tokens = self.tokens
         parent = path[ordinal - 1] if ordinal > 0 else self.root

@@ -1,11 +1,11 @@
 """The children of a block: a Patricia trie over their packed tokens.
 
-Rule: no two siblings are prefixes of one another, so any two differ in some bit that both have. A node is the first such bit.
-A trie is one leaf, or a node over two smaller tries; a lone child needs no node at all.
+Rule: no two siblings are prefixes of one another, so any two differ in some bit that both have. A trie is one leaf, or a node with
+two smaller tries. The node stands for the first bit in which the leaves below it differ.
 
-Following a query's bits down ends at a leaf that shares the longest run with the query; one comparison tells its length. Leaves on
-the other side of a node on that path share exactly the bits before the node's bit. Every node also holds the best that any leaf
-below it offers to a match (`reach`, `ends`), so the best sibling is found without looking at the others. Every operation costs
+Descending by the bits of a query ends at a leaf that shares the longest run with the query; one comparison gives the run's length.
+Leaves on the other side of a node on that path share exactly the bits before the node's bit. Every node also summarises what the
+leaves below it offer a match (`reach`, `ends`), so the best sibling is found without visiting the others. Every operation costs
 O(depth): at most the bits of a block, typically the logarithm of the number of siblings.
 """
 
@@ -21,23 +21,23 @@ from kv_cache_manager_v2.storage.page import PageOwner
 
 @mypyc_attr(acyclic=True)
 class Leaf(PageOwner):
-    """A leaf: packed tokens, and how many of the leading ones can be reused from the cached pages."""
+    """Packed tokens, and how many of the first ones can be reused from cached pages."""
 
     def __init__(self, tokens: bytes) -> None:
         self.tokens = tokens
-        self.ends = 0  # bit set of runs not above `reach` at which there is a snapshot: where a match with SSM layers may end
-        self.reach: i32 = 0  # leading tokens for which every attention life cycle has a page
+        self.ends = 0  # bit set: bit n is set if n <= reach and every recurrent life cycle has a snapshot after n tokens
+        self.reach: i32 = 0  # number of first tokens for which every attention life cycle has a page
 
 
 @mypyc_attr(acyclic=True)
 class TrieNode:
-    """The first bit in which the leaves below differ. The bits of a byte count from its highest."""
+    """The first bit in which the leaves below differ. Bits of a byte are ordered from the highest down."""
 
     def __init__(self, byte: int, mask: int, low: Leaf | TrieNode, high: Leaf | TrieNode) -> None:
-        self.byte: i32 = byte  # position of the bit: the byte, and its place there as a power of two
-        self.mask: i32 = mask
-        self.low = low  # those with a 0
-        self.high = high  # those with a 1
+        self.byte: i32 = byte  # offset of the byte that has the bit
+        self.mask: i32 = mask  # the bit within its byte, as a power of two
+        self.low = low  # the leaves whose bit is 0
+        self.high = high  # the leaves whose bit is 1
         self.reach: i32 = 0  # the maximum below
         self.ends = 0  # the union of those below
         self.summarise()
@@ -57,7 +57,7 @@ SiblingTrie: TypeAlias = Leaf | TrieNode
 
 
 def nearest(trie: SiblingTrie, data: bytes, beg: int, end: int) -> Leaf:
-    """A leaf that shares the longest run with data[beg:end]; O(depth)."""
+    """A leaf that shares the longest run with data[beg:end]. O(depth)."""
     node = trie
     while isinstance(node, TrieNode):
         at: int = beg + int(node.byte)
@@ -70,7 +70,7 @@ def common_bytes(stored: bytes, data: bytes, beg: int, end: int) -> int:
     most = min(len(stored), end - beg)
     if data[beg : beg + most] == stored[:most]:
         return most
-    equal = 0  # the first `equal` bytes are equal, the first `most` are not
+    equal = 0  # invariant: the first `equal` bytes are equal, and a difference lies among the first `most`
     while most - equal > 8:
         half = (equal + most) >> 1
         if data[beg + equal : beg + half] == stored[equal:half]:
@@ -133,9 +133,9 @@ def leaves(trie: SiblingTrie | None) -> list[Leaf]:
 
 
 def dismantle(trie: SiblingTrie) -> None:
-    """Unlink the nodes of an unused trie from each other, so that each is freed by itself; O(nodes).
+    """Unlink the nodes of an unused trie from each other, so that each is deallocated by itself. O(nodes).
 
-    Freeing a deep trie through its top would nest one call per node, which overflows the C stack on the compiled build.
+    Deallocating a deep trie through its top would nest one call per node, which overflows the C stack on the compiled build.
     """
     leaf = trie
     while isinstance(leaf, TrieNode):
@@ -170,7 +170,7 @@ def best_leaf(
     depth = len(path)
     while depth > 0 and path[depth - 1].byte >= shared:
         depth -= 1
-        node = path[depth]  # everything below shares what the nearest leaf does
+        node = path[depth]  # every leaf below it shares the same run with the query
     best = least - 1
     found: SiblingTrie | None = None
     run = min(most, sequence.whole_tokens(first + shared) - beg)
@@ -201,7 +201,7 @@ def usable_run(node: SiblingTrie, run: int, snapshots: bool) -> int:
 
 
 def check(trie: SiblingTrie) -> None:
-    """Assert that every node is the first difference of the leaves below it, and that its summary is current."""
+    """Assert that every node is the first difference of the leaves below it, and that its summary is up to date."""
     stack: list[SiblingTrie] = [trie]
     while stack:
         node = stack.pop()

@@ -1,10 +1,10 @@
 """Tokens packed into bytes, so that comparing tokens is comparing bytes.
 
 Rule: equal bytes mean equal tokens, and a byte prefix at a token boundary is a token prefix. An id is 4 bytes, little-endian, below
-2**31; a multimodal digest is the word 0x80000000, which no id can be, followed by its 32 bytes.
+2**31. A multimodal digest is the word 0x80000000, which no id can be, followed by its 32 bytes.
 
-Text has no digests: there position p lies at byte 4 * p, and packing an int32 or uint32 buffer is one copy. `pack_unchecked` does
-not look at the range of a buffer's ids: what equals stored tokens was checked when those came, and matching checks the rest.
+Text has no digests: position p is at byte 4 * p, and an int32 or uint32 buffer is packed by one copy. `pack_unchecked` does not
+check the range of a buffer's ids. Ids that equal cached tokens were checked when those were cached, and a match checks the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INTEGER_FORMATS: Final = "bBhHiIlLqQ"  # buffer element types that hold integer
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class MmItemContext:
-    """A multimodal item as a token: its 32-byte content digest. The front end's own id of the item takes no part in equality."""
+    """A multimodal item as a token: its 32-byte content digest. `uuid`, the front end's id of the item, is not compared."""
 
     digest: bytes
     uuid: str | None = field(default=None, compare=False)
@@ -42,7 +42,7 @@ class MmItemContext:
     def __post_init__(self) -> None:
         digest = octets(given(self, "digest"), "digest")
         if len(digest) != DIGEST_BYTES:
-            raise ConfigError(f"digest {shown(digest)}: must be {DIGEST_BYTES} bytes")
+            raise ConfigError(f"digest is {shown(digest)}; it must be {DIGEST_BYTES} bytes")
         uuid = given(self, "uuid")
         if uuid is not None:
             text(uuid, "uuid")
@@ -55,11 +55,11 @@ class TokenSequence:
         self.data = data
         self.num_tokens = num_tokens
         self.digests = digests  # positions of the digests, ascending; empty for text
-        self.checked = checked  # whether every id is known to be in range; `check_range` finds out
-        self.uuids: dict[bytes, str] | None = None  # the front end's ids of multimodal items, by digest, if it gave any
+        self.checked = checked  # whether every id is known to be in range; set by `check_range`
+        self.uuids: dict[bytes, str] | None = None  # the front end's ids of multimodal items by digest; None if none was given
 
     def byte_offset(self, position: int) -> int:
-        """Where the token at a position begins in `data`; O(log digests), O(1) for text."""
+        """Byte offset in `data` of the token at a position. O(log digests), O(1) for text."""
         if not self.digests:
             return TOKEN_BYTES * position
         return TOKEN_BYTES * position + DIGEST_BYTES * bisect_left(self.digests, position)
@@ -69,10 +69,10 @@ class TokenSequence:
         return self.data[self.byte_offset(beg) : self.byte_offset(end)]
 
     def whole_tokens(self, num_bytes: int) -> int:
-        """How many tokens lie wholly within the first `num_bytes` of `data`: half a digest is no token; as `byte_offset`."""
+        """How many tokens lie wholly within the first `num_bytes` of `data`. O(log digests), O(1) for text."""
         if not self.digests:
             return num_bytes >> 2
-        before = 0  # digests that begin within those bytes, found by bisection
+        before = 0  # bisection: how many digests begin within those bytes
         most = len(self.digests)
         while before < most:
             half = (before + most) >> 1
@@ -88,15 +88,15 @@ class TokenSequence:
         return (num_bytes - DIGEST_BYTES * before) >> 2
 
 
-TokenIdExt: TypeAlias = int | bytes | MmItemContext  # a token: an id, a digest, or a multimodal item
+TokenIdExt: TypeAlias = int | bytes | MmItemContext  # one token: an id, a digest, or a multimodal item
 Tokens: TypeAlias = Sequence[SupportsIndex | bytes | MmItemContext] | IntBuffer | TokenSequence  # what calls take as tokens
 
 
 def pack(tokens: object, text_only: bool = False) -> TokenSequence:
-    """Pack any sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers; O(tokens).
+    """Pack a sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers. O(tokens).
 
     Buffers are arrays, numpy arrays, memoryviews and torch CPU tensors. Raises ConfigError with position and value for an id
-    outside [0, 2**31), a digest of another length, a digest where `text_only` promises none, and elements that are no integers.
+    outside [0, 2**31), an element of another type, a digest of another length, or a digest despite `text_only`.
     """
     sequence = pack_unchecked(tokens, text_only)
     check_range(sequence, 0)
@@ -104,7 +104,7 @@ def pack(tokens: object, text_only: bool = False) -> TokenSequence:
 
 
 def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
-    """As `pack`, but the ids of a buffer may be out of range until `check_range` has looked; for matching, which does so itself."""
+    """Like `pack`, but without checking the range of a buffer's ids. The caller must do so with `check_range`, as a match does."""
     if isinstance(tokens, list):
         return _pack_items(tokens, text_only)
     if isinstance(tokens, tuple):
@@ -135,10 +135,10 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
 
 
 def check_range(sequence: TokenSequence, beg: int) -> None:
-    """Raise ConfigError if an id from position `beg` on is not in [0, 2**31). Reads one byte a token, once a sequence."""
+    """Raise ConfigError if an id from position `beg` on is not in [0, 2**31). Reads one byte per token, once per sequence."""
     if sequence.checked:
         return
-    tops = sequence.data[TOKEN_BYTES * beg + 3 :: TOKEN_BYTES]  # the byte that holds bit 31, which "is ASCII" if the bit is clear
+    tops = sequence.data[TOKEN_BYTES * beg + 3 :: TOKEN_BYTES]  # the highest byte of each word: ASCII means that bit 31 is clear
     if not tops.isascii():
         for i in range(len(tops)):
             if tops[i] >= 0x80:
@@ -177,8 +177,8 @@ def count_tokens(data: bytes) -> int:
 
 
 def has_digest(data: bytes) -> bool:
-    """Whether packed bytes hold a digest; cheap where they do not."""
-    return not data[3::TOKEN_BYTES].isascii()  # ids never have bit 31, so the first word that has it is a mark
+    """Whether packed bytes hold a digest. One scan in C."""
+    return not data[3::TOKEN_BYTES].isascii()  # ids never have bit 31 set, so the first word that does is a mark
 
 
 def gen_multimodal_cache_key_tokens(
@@ -188,21 +188,22 @@ def gen_multimodal_cache_key_tokens(
     token_offset: SupportsIndex = 0,
     uuid: str | None = None,
 ) -> list[int | bytes | MmItemContext]:
-    """The tokens of `num_tokens` positions of one multimodal item, from the item's position `token_offset` on.
+    """Make tokens for `num_tokens` positions of one multimodal item, starting at the item's position `token_offset`.
 
-    The item's position 0 is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They serve as cache
-    keys only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
+    Position 0 of the item is the digest (a MmItemContext if a uuid is given), position j the id `id_offset + j`. They are for cache
+    look-ups only. Raises ConfigError for a digest that is not 32 bytes, num_tokens < 1, a negative offset, or ids out of range.
     """
     digest = octets(multi_modal_data_digest, "multi_modal_data_digest")
     if len(digest) != DIGEST_BYTES:
-        raise ConfigError(f"multi_modal_data_digest has {len(digest)} bytes: must be {DIGEST_BYTES}")
+        raise ConfigError(f"multi_modal_data_digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
     name = None if uuid is None else text(uuid, "uuid")
     offset = at_least(token_offset, "token_offset", 0)
     first = at_least(id_offset, "id_offset", 0) + offset
     end = first + at_least(num_tokens, "num_tokens", 1)
     if end > TOKEN_ID_LIMIT:
         raise ConfigError(
-            f"id_offset {id_offset}, token_offset {token_offset}, num_tokens {num_tokens}: ids end at {TOKEN_ID_LIMIT}"
+            f"id_offset {id_offset} + token_offset {token_offset} + num_tokens {num_tokens} exceeds {TOKEN_ID_LIMIT}: "
+            "ids must be below that; choose a smaller id_offset"
         )
     result: list[int | bytes | MmItemContext] = list(range(first, end))
     if offset == 0:
@@ -210,11 +211,11 @@ def gen_multimodal_cache_key_tokens(
     return result
 
 
-_CHECKED_FOR_BOOLS: Final = 8  # tokens of a list in which a bool is refused; looking at each of a prompt takes twice its packing
+_CHECKED_FOR_BOOLS: Final = 8  # longest list that is searched for bools; the search would double the cost of packing a prompt
 
 
 def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
-    """Pack a list: in one call if it holds ids only."""
+    """Pack a list, in one call if it holds ids only."""
     num_tokens = len(items)
     if num_tokens <= _CHECKED_FOR_BOOLS:
         for position in range(num_tokens):
@@ -230,7 +231,7 @@ def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
 
 
 def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
-    """Pack a list that holds digests, or something wrong: the runs of ids between the digests in one call each."""
+    """Pack a list that holds digests or an invalid element: one call for each run of ids between digests."""
     parts: list[bytes] = []
     digests: list[int] = []
     uuids: dict[bytes, str] | None = None
@@ -241,7 +242,7 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
             continue
         digest = _digest_of(item, position)
         if digest is None:
-            continue  # another kind of integer, or an error that the run will find
+            continue  # another integer type, or an error that `_pack_run` reports
         if text_only:
             raise ConfigError(f"token at position {position} is a digest, but text_only promises ids only")
         parts.append(_pack_run(items, beg, position))
@@ -260,7 +261,7 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
 
 
 def _digest_of(item: object, position: int) -> bytes | None:
-    """The digest of an element; None if it is an id."""
+    """The digest of an element; None if it is not a digest. Raises ConfigError for bytes of another length."""
     if isinstance(item, MmItemContext):
         return item.digest
     if isinstance(item, bytes):
@@ -271,11 +272,11 @@ def _digest_of(item: object, position: int) -> bytes | None:
 
 
 def _pack_run(items: list[Any], beg: int, end: int) -> bytes:
-    """Pack ids only, each of them checked."""
+    """Pack a run of ids. Raises ConfigError with the first element that is not an id in range."""
     try:
         data = struct.pack(f"<{end - beg}I", *items[beg:end])
     except struct.error:
-        data = DIGEST_MARK  # not in range: the loop below names the element
+        data = DIGEST_MARK  # fails the range check, so that the loop below finds the element
     if data[3::TOKEN_BYTES].isascii():
         return data
     for position in range(beg, end):
@@ -292,7 +293,7 @@ def _pack_run(items: list[Any], beg: int, end: int) -> bytes:
 
 
 def _integer(item: Any) -> int | None:
-    """The value of whatever Python takes for an integer: int, bool, numpy's scalars; None for anything else."""
+    """The value of anything with `__index__` (int, numpy integers); None for anything else."""
     try:
         return index(item)
     except TypeError:
@@ -300,20 +301,20 @@ def _integer(item: Any) -> int | None:
 
 
 def _buffer_words(tokens: object) -> bytes | None:
-    """A buffer of integers as 32-bit words; None if this is no buffer, or one that must be read element by element."""
+    """A buffer of integers as 32-bit words; None if it is not a buffer, or must be read element by element."""
     try:
-        view = memoryview(tokens)  # type: ignore[arg-type]  # what is no buffer raises TypeError, which is the question
+        view = memoryview(tokens)  # type: ignore[arg-type]  # raises TypeError for anything that is not a buffer
     except TypeError:
         return None
     except ValueError:
-        return None  # a buffer whose format memoryview does not know, as of float16 or structured arrays
+        return None  # a buffer whose format memoryview does not support, such as structured arrays
     if view.ndim != 1:
-        raise ConfigError(f"tokens are a buffer of {view.ndim} dimensions {view.shape}: must be one-dimensional")
+        raise ConfigError(f"tokens are a buffer of {view.ndim} dimensions {view.shape}; it must be one-dimensional")
     kind = view.format
     if kind[-1:] not in _INTEGER_FORMATS:
-        raise ConfigError(f"tokens are a buffer of format {kind!r}: must hold 32 or 64-bit integers")
+        raise ConfigError(f"tokens are a buffer of format {kind!r}; it must hold 32 or 64-bit integers")
     if len(kind) > 1 and kind[0] != "@" and kind[0] != ("<" if not _BIG_ENDIAN else ">"):
-        return None  # of the other byte order
+        return None  # the other byte order
     if view.itemsize == TOKEN_BYTES:
         return _little_endian(view.tobytes())
     if view.itemsize == 2 * TOKEN_BYTES:
@@ -322,22 +323,24 @@ def _buffer_words(tokens: object) -> bytes | None:
 
 
 def _tensor_words(tensor: Any) -> bytes | None:
-    """A torch tensor in host memory as 32-bit words, read at its address; None if it must be read element by element."""
+    """A torch tensor in host memory as 32-bit words, read from its address; None if it must be read element by element."""
     if not isinstance(tensor.dim(), int):
         raise ConfigError(
             f"tokens are of type {type(tensor).__name__}: pass a sequence of ids and digests, or a buffer of integers"
         )
     if tensor.dim() != 1:
-        raise ConfigError(f"tokens are a tensor of shape {tuple(tensor.shape)}: must be one-dimensional")
+        raise ConfigError(f"tokens are a tensor of shape {tuple(tensor.shape)}; it must be one-dimensional")
     if tensor.device.type != "cpu":
-        raise ConfigError(f"tokens are a tensor on {tensor.device}: must be in host memory, pass tensor.cpu()")
+        raise ConfigError(f"tokens are a tensor on {tensor.device}; it must be in host memory: pass tensor.cpu()")
     kind = str(tensor.dtype)
     if kind not in ("torch.int32", "torch.uint32", "torch.int64", "torch.uint64"):
         if kind in ("torch.int16", "torch.uint16", "torch.int8", "torch.uint8"):
             return None
-        raise ConfigError(f"tokens are a tensor of {kind}: must hold 32 or 64-bit integers")
+        raise ConfigError(f"tokens are a tensor of {kind}; it must hold 32 or 64-bit integers")
     if not tensor.is_contiguous():
-        return _tensor_words(tensor.contiguous())  # an argument outlives the read; compiled, a local ends with data_ptr()
+        return _tensor_words(
+            tensor.contiguous()
+        )  # an argument lives until the read is done; compiled, a local would be freed after data_ptr()
     count: int = tensor.numel()
     address: int = tensor.data_ptr()
     if kind.endswith("32"):
@@ -346,8 +349,8 @@ def _tensor_words(tensor: Any) -> bytes | None:
 
 
 def _narrow(data: bytes) -> bytes:
-    """64-bit words of this machine as 32-bit ones. Raises ConfigError for the first that does not fit."""
-    numpy: Any = sys.modules.get("numpy")  # a caller with long buffers has imported it; importing it here would take longer
+    """Convert native 64-bit words to packed 32-bit ones. Raises ConfigError for the first value out of range."""
+    numpy: Any = sys.modules.get("numpy")  # not imported here: a caller with long buffers has usually done so already
     if numpy is not None:
         words = numpy.frombuffer(data, numpy.int64)
         fits = not (words >> 31).any()
@@ -368,7 +371,7 @@ def _narrow(data: bytes) -> bytes:
 
 
 def _little_endian(data: bytes) -> bytes:
-    """32-bit words of this machine in the packed byte order."""
+    """Native 32-bit words in little-endian byte order."""
     if not _BIG_ENDIAN:
         return data
     words = array("i")

@@ -1,11 +1,11 @@
-"""The radix tree of cached blocks: which tokens are cached under which scope, and the page of each life cycle.
+"""The radix tree of cached blocks: which tokens are cached under which scope, and their page in each life cycle.
 
-Rule: a block stays only while something can still match through it. If a lost page makes every longer sequence unmatchable (full
-attention, sinks), the block's subtree is dropped; a block without a child, a page and an open request is pruned. Blocks own their
-children. Pages belong to the storage: the tree lists them, and tells the storage when it starts and stops listing one.
+A block stays only while a match can still use it. If a lost page makes every longer match impossible (full attention, sinks), the
+block's subtree is dropped. A block without children, pages and pins is pruned. Blocks own their children. Pages belong to the
+storage, which the tree informs when it starts and stops listing a page.
 
-Only full blocks have children. No two siblings are prefixes of one another: a block that a longer sibling covers is not added, and
-a longer block takes the place, and the pages, of the one that it continues. Nothing here recurses, however deep the tree.
+Rule: only full blocks have children, and no two siblings are prefixes of one another. A block that a longer sibling covers is not
+added. A longer block replaces the one that it continues, and takes over its pages. No method recurses, however deep the tree.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from kv_cache_manager_v2.reuse.sibling_trie import TrieNode
 from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page, PageKeeper
 
-BLOCK_NEW: Final = 0  # the block was added
-BLOCK_EXISTS: Final = 1  # an identical block was there: it is returned
-BLOCK_COVERED: Final = 2  # a longer sibling begins with these tokens: it is returned, nothing was added
-LOSS_NONE: Final = -2  # in `RadixTree.loss_level`: what goes is not a loss
-LOSS_CLEARED: Final = -1
+# What `RadixTree.insert` did.
+BLOCK_NEW: Final = 0  # it added the block
+BLOCK_EXISTS: Final = 1  # it found an identical block
+BLOCK_COVERED: Final = 2  # it found a longer sibling that begins with these tokens
+# Values of `RadixTree.loss_level` that are no cache level.
+LOSS_NONE: Final = -2  # a block is removed without a loss: it was replaced, or pruned while empty
+LOSS_CLEARED: Final = -1  # the whole cache is cleared
 
 
 class RadixTree:
-    """All cached blocks. Call `clear` before dropping a tree: blocks and tree refer to each other."""
+    """All cached blocks. Call `clear` when a tree is no longer needed: blocks and tree refer to each other."""
 
     def __init__(
         self,
@@ -46,14 +48,14 @@ class RadixTree:
         self.keeper = keeper
         self.listener = listener
         self.keys = keys
-        self.num_blocks = 0  # roots not counted
-        self.clock = 0  # logical time: blocks that ever entered the tree
-        self.loss_life_cycle = -1  # while a listener is told of what went: the page that was lost ...
-        self.loss_level = LOSS_NONE  # ... and where it lay
-        self.num_superseded = 0  # partial blocks that a longer one has replaced, since construction
-        self.snapshot_mask = 0  # bit set of the life cycles that keep snapshots (SSM): only the last block of a match needs them
+        self.num_blocks = 0  # without roots
+        self.clock = 0  # logical time: blocks added so far
+        self.loss_life_cycle = -1  # for listeners, during a removal: life cycle of the lost page that caused it ...
+        self.loss_level = LOSS_NONE  # ... and the cache level of that page
+        self.num_superseded = 0  # partial blocks replaced by a longer one so far
+        self.snapshot_mask = 0  # bit set of the recurrent life cycles: only the last block of a match needs their page
         self.has_attention = False
-        self.windows: list[LifeCycle] = []  # windows: they stop needing blocks past their sinks
+        self.windows: list[LifeCycle] = []  # the windowed life cycles: a match needs their pages in the window and the sinks only
         for life_cycle in life_cycles:
             if not life_cycle.is_attention:
                 self.snapshot_mask |= 1 << life_cycle.index
@@ -65,7 +67,7 @@ class RadixTree:
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
         self.path_mask_past_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
-        self._index: KeyIndex | None = None  # kept from the first look-up by key on
+        self._index: KeyIndex | None = None  # made by the first look-up by key, then kept up to date
 
     def _path_mask_at(self, ordinal: int) -> int:
         mask = 0
@@ -75,14 +77,14 @@ class RadixTree:
         return mask
 
     def path_mask(self, ordinal: int) -> int:
-        """Bit set of the life cycles without whose page at this ordinal nothing longer can match."""
+        """Bit set of the path-ending life cycles at this ordinal: if their page is missing, no longer match is possible."""
         masks = self.path_masks
         return masks[ordinal] if ordinal < len(masks) else self.path_mask_past_sinks
 
     # -- roots and keys ------------------------------------------------------------------------------------------------------
 
     def root(self, scope: ReuseScope) -> Block:
-        """The root of a scope, made if absent; it stays only while it has children or is pinned."""
+        """The root of a scope, made if absent. It is removed once it has neither children nor pins."""
         found = self._roots.get(scope.data)
         if found is None:
             found = RootBlock(self, scope)
@@ -96,9 +98,9 @@ class RadixTree:
         return list(self._roots.values())
 
     def find_key(self, key: bytes) -> list[Block]:
-        """The blocks of a key: one at most, unless the framing of the keys lets several share it.
+        """The blocks with this key: at most one, except with SHA-256 keys (see the framing in keys.py).
 
-        The first call computes the keys of all blocks, O(blocks); later ones are O(1).
+        The first call computes the keys of all blocks, O(blocks). Later calls are O(1).
         """
         index = self._index
         if index is None:
@@ -106,7 +108,7 @@ class RadixTree:
         return index.find(key)
 
     def all_blocks(self) -> list[Block]:
-        """Every block but the roots, parents before children; O(blocks)."""
+        """Every block except the roots, parents before children. O(blocks)."""
         result: list[Block] = []
         for root in self._roots.values():
             result.extend(subtree(root)[1:])
@@ -115,12 +117,12 @@ class RadixTree:
     # -- blocks --------------------------------------------------------------------------------------------------------------
 
     def insert(self, parent: Block, tokens: bytes, num_tokens: int) -> tuple[Block, int]:
-        """Find or add the block of these packed tokens below a full block or a root; O(depth of the sibling trie).
+        """Find or add the block of these packed tokens below a full block or a root. O(depth of the sibling trie).
 
-        Gives the block and BLOCK_NEW, BLOCK_EXISTS or BLOCK_COVERED. A new block takes over the pages of the sibling that it
-        continues, each still good for the tokens that it was good for.
+        Returns the block and BLOCK_NEW, BLOCK_EXISTS or BLOCK_COVERED. A new block takes over the pages of the sibling that it
+        continues; their coverage does not change.
         """
-        assert parent.attached, "the parent has left the tree: pin a block before adding to it"
+        assert parent.attached, "the parent has left the tree: pin a block before adding children to it"
         assert parent.ordinal < 0 or parent.num_tokens == self.tokens_per_block, "only a full block has children"
         assert 0 < num_tokens <= self.tokens_per_block, num_tokens
         children = parent.children
@@ -141,12 +143,12 @@ class RadixTree:
         return block, BLOCK_NEW
 
     def find(self, parent: Block, tokens: bytes) -> Block | None:
-        """The block below `parent` that `insert` would find: it has these packed tokens, or begins with them. Changes nothing."""
+        """The child of `parent` that has these packed tokens or begins with them: what `insert` would find. Changes nothing."""
         found = self.find_related(parent, tokens)
         return found if found is not None and len(found.tokens) >= len(tokens) else None
 
     def find_related(self, parent: Block, tokens: bytes) -> Block | None:
-        """As `find`, or else the block that a block of these tokens would continue, and take the pages of. Changes nothing."""
+        """As `find`; failing that, the child that these tokens continue, which `insert` would replace. Changes nothing."""
         children = parent.children
         if children is None:
             return None
@@ -157,42 +159,42 @@ class RadixTree:
     def _new_block(self, parent: Block, tokens: bytes, num_tokens: int) -> Block:
         block = Block(self, parent, parent.ordinal + 1, tokens, num_tokens)
         if not self.has_attention:
-            block.reach = num_tokens  # no page is needed for any of them
+            block.reach = num_tokens  # no attention life cycle, so no token needs a page
         self.num_blocks += 1
         self.clock += 1
         if self._index is not None:
             self._index.add(block)
         return block
 
-    def loose_block(self, ordinal: int, tokens: bytes) -> Block:
-        """A full block that belongs to no tree."""
+    def detached_block(self, ordinal: int, tokens: bytes) -> Block:
+        """Make a full block that is not in the tree."""
         block = Block(self, None, ordinal, tokens, self.tokens_per_block)
         block.attached = False
         return block
 
     def _supersede(self, old: Block, new: Block) -> None:
-        """The old block's tokens begin the new one's: it leaves, its pages move over."""
+        """Replace a block by a longer one that begins with its tokens, and hand over its pages."""
         self.num_superseded += 1
         assert old.children is None, "a block that another one continues is partial, so it has no children"
         self.loss_level = LOSS_NONE
-        self._tell_removed(old)
-        pages = old.take_pages()
+        self._notify_removed(old)
+        pages = old.unlist_pages()
         self._detach(old)
-        if old.unsettled:  # its pages may turn out wrong, and the load that decides it refers to the old block
+        if old.num_pending_loads:  # its pages may turn out lost, and the pending load refers to the old block
             self._unlist_all(pages)
             return
         for page in pages:
             new.put_page(page)
             self.keeper.adopt(page, new, page.coverage)
-            self._tell_stored(new, page)
+            self._notify_stored(new, page)
         self._recount(new)
 
     def pin(self, block: Block) -> None:
-        """A request's path ends here, at a full block or a root: the block stays until `unpin`."""
+        """Keep a full block or a root, where a request's path ends, until `unpin`."""
         block.pins += 1
 
     def unpin(self, block: Block) -> None:
-        """Undo one `pin`; a block without children and pages goes, and so on upwards."""
+        """Undo one `pin`. If the block has no pins, children and pages left, it is pruned, then its parent likewise."""
         assert block.pins > 0, "unpin without pin"
         block.pins -= 1
         if block.attached:
@@ -200,7 +202,7 @@ class RadixTree:
             self._prune(block)
 
     def clear(self) -> None:
-        """Drop every block and every root, pinned or not; O(blocks)."""
+        """Drop every block and every root, pinned or not. O(blocks)."""
         self.loss_level = LOSS_CLEARED
         for root in list(self._roots.values()):
             self._drop_subtree(root)
@@ -210,10 +212,10 @@ class RadixTree:
     # -- pages ---------------------------------------------------------------------------------------------------------------
 
     def install(self, block: Block, page: Page, coverage: int) -> bool:
-        """Give a block a page that is good for `coverage` of its tokens, unless it has one as good; whether it took it.
+        """List a page that covers the first `coverage` tokens of a block. Returns whether it did.
 
-        A narrower one is not listed any more; a page that has become wider in place may be installed again. A block that left the
-        tree takes nothing.
+        Does nothing if the block has a page of that life cycle with at least that coverage, or has left the tree. A page with less
+        coverage is replaced. A page whose coverage has grown may be installed again.
         """
         if not block.attached:
             return False
@@ -227,12 +229,12 @@ class RadixTree:
         if old is not None and old is not page:
             self.keeper.unlist(old)
         self._recount(block)
-        if block.unsettled == 0:
-            self._tell_stored(block, page)
+        if block.num_pending_loads == 0:
+            self._notify_stored(block, page)
         return True
 
     def install_all(self, block: Block, pages: list[Page], coverage: int) -> None:
-        """As `install`, for pages of ascending life cycles, none of which the block has as good. O(life cycles)."""
+        """As `install`, for pages of ascending life cycles, each of which has more coverage than the block's present page."""
         if not block.attached:
             return
         assert 0 < coverage <= block.num_tokens, (coverage, block.num_tokens)
@@ -241,14 +243,14 @@ class RadixTree:
         for page in pages:
             self.keeper.adopt(page, block, coverage)
         self._recount(block)
-        if block.unsettled == 0:
+        if block.num_pending_loads == 0:
             for page in pages:
-                self._tell_stored(block, page)
+                self._notify_stored(block, page)
 
     def page_gone(self, block: Block, page: Page) -> None:
-        """The storage dropped or lost a page: remove it, and all blocks that cannot be matched without it."""
-        if not block.forget_page(page):
-            return  # forgotten before, as when a block above went first
+        """Unlist a page that the storage has dropped or lost, and remove the blocks that cannot match without it."""
+        if not block.unlist_page(page):
+            return  # unlisted before, as when an ancestor was removed first
         if not block.attached:
             return
         self.loss_life_cycle = page.life_cycle
@@ -262,7 +264,7 @@ class RadixTree:
         self._prune(block)
 
     def drop_page(self, page: Page) -> None:
-        """Drop a page on purpose (a planned drop), with the same consequences as its loss."""
+        """Drop a page for a planned drop, with the same consequences as its loss."""
         owner = page.owner
         if owner is not None:
             block = as_block(owner)
@@ -271,39 +273,39 @@ class RadixTree:
             self._unlist(page)
 
     def remove(self, block: Block) -> None:
-        """Remove a block, all its descendants, and the blocks above that are then pruned; O(subtree)."""
+        """Remove a block and all its descendants, then prune its ancestors. O(subtree)."""
         parent = block.parent
         assert block.attached, "the block has left the tree"
-        assert parent is not None, "a root is dropped by clear, or with its last block"
+        assert parent is not None, "a root is removed by `clear`, or together with its last block"
         assert parent.children is not None
         parent.children = sibling_trie.remove(parent.children, block)
         self._drop_subtree(block)
         self._prune(parent)
 
     def hide(self, block: Block) -> None:
-        """One more load is in flight on which this block's contents depend: nothing of it matches before `show`."""
-        block.unsettled += 1
+        """Count a load in flight that this block's bytes depend on. The block cannot match until `show`."""
+        block.num_pending_loads += 1
         self._recount(block)
 
     def show(self, block: Block) -> None:
-        """Undo one `hide`: that load went well. (After one that failed: `remove`.) With the last one all pages are told."""
-        assert block.unsettled > 0, "show without hide"
-        block.unsettled -= 1
+        """Undo one `hide`, after a load that succeeded. (A failed load calls `remove`.) The last one makes all pages matchable."""
+        assert block.num_pending_loads > 0, "show without hide"
+        block.num_pending_loads -= 1
         self._recount(block)
-        if block.unsettled == 0 and block.attached:
+        if block.num_pending_loads == 0 and block.attached:
             page = block.first
             while page is not None:
-                self._tell_stored(block, page)
+                self._notify_stored(block, page)
                 page = page.next_in_block
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _recount(self, block: Block) -> None:
-        """Recompute the summary of the block's pages that a match reads."""
-        num_tokens: int = block.num_tokens  # not i32, as the attribute is: positions are shifted by below
+        """Recompute `covered`, `reach` and `ends`, the summary of the block's pages that a match reads."""
+        num_tokens: int = block.num_tokens  # int rather than i32: used as a shift distance below
         covered = 0
         reach = num_tokens
-        snapshot = num_tokens + 1  # the position at which all snapshots are; 0 if one is missing or they differ
+        snapshot = num_tokens + 1  # the common position of all snapshots; 0 if one is missing or the positions differ
         following = block.first  # the pages are listed by life cycle
         for life_cycle in self.life_cycles:
             usable = 0
@@ -317,7 +319,7 @@ class RadixTree:
             else:
                 snapshot = usable if snapshot > num_tokens or snapshot == usable else 0
         ends = 1 << snapshot if 0 < snapshot <= reach else 0
-        if block.unsettled:
+        if block.num_pending_loads:
             covered = reach = ends = 0
         block.covered = covered
         if reach != block.reach or ends != block.ends:
@@ -328,7 +330,7 @@ class RadixTree:
                 sibling_trie.refresh(parent.children, block)
 
     def _prune(self, block: Block) -> None:
-        """Remove a block that nothing can match through, then its parent if that is now one, and so on to the root."""
+        """Remove a block that has no children, pins and pages, then its parent likewise, up to the root."""
         node = block
         while node.children is None and node.pins == 0 and node.first is None:
             parent = node.parent
@@ -337,7 +339,7 @@ class RadixTree:
                 return
             assert parent.children is not None
             parent.children = sibling_trie.remove(parent.children, node)
-            self._tell_removed(node)
+            self._notify_removed(node)
             self._detach(node)
             node = parent
 
@@ -348,13 +350,13 @@ class RadixTree:
             del self._roots[block.scope.data]
 
     def _drop_subtree(self, top: Block) -> None:
-        """Detach `top`, which its parent no longer lists, and all its descendants; parents are reported first."""
+        """Detach `top`, which its parent no longer lists, and all its descendants. Listeners hear of parents first."""
         gone = subtree(top)
-        for block in gone if top.ordinal >= 0 else gone[1:]:  # a root is no block
-            self._tell_removed(block)
+        for block in gone if top.ordinal >= 0 else gone[1:]:  # listeners do not know roots
+            self._notify_removed(block)
         top.attached = False
         for block in gone:
-            pages = block.take_pages()
+            pages = block.unlist_pages()
             if block.ordinal >= 0:
                 self._detach(block)
             if isinstance(block.children, TrieNode):
@@ -362,20 +364,20 @@ class RadixTree:
             block.children = None
             self._unlist_all(pages)
 
-    def _tell_stored(self, block: Block, page: Page) -> None:
+    def _notify_stored(self, block: Block, page: Page) -> None:
         if self.listener is not None:
             covers = self.life_cycles[page.life_cycle].usable_tokens(page.coverage, block.num_tokens) >= block.num_tokens
             self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
 
-    def _tell_removed(self, block: Block) -> None:
-        """Before the block's links are cut: its key still needs them."""
+    def _notify_removed(self, block: Block) -> None:
+        """Called before the block is detached: computing its key needs the parent."""
         if self._index is not None:
             self._index.remove(block)
         if self.listener is not None:
             self.listener.block_removed(block)
 
     def _detach(self, block: Block) -> None:
-        """Cut a block's links. References to it still find its tokens, and that it is detached."""
+        """Cut the link to the parent, and mark the block as detached. Its tokens stay readable."""
         block.attached = False
         block.parent = None
         self.num_blocks -= 1
@@ -385,16 +387,16 @@ class RadixTree:
             self._unlist(page)
 
     def _unlist(self, page: Page) -> None:
-        """Tell the storage that a page is listed no longer."""
+        """Tell the storage that the tree no longer lists a page."""
         if not page.alive():
-            return  # the storage dropped it in the same sweep
+            return  # the storage has dropped it already
         if page.status() == PageStatus.DROPPABLE:
             self.keeper.drop(page)
         else:
             self.keeper.unlist(page)
 
     def check_invariants(self) -> None:
-        """Assert the whole structure; O(blocks x life cycles)."""
+        """Assert every invariant of the tree. O(blocks x life cycles)."""
         blocks = self.all_blocks()
         assert self.num_blocks == len(blocks), (self.num_blocks, len(blocks))
         for root in self._roots.values():

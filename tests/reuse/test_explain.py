@@ -86,7 +86,7 @@ def test_cleared() -> None:
     asked.cache.tree.clear()
     report = asked.ask(toks(0, 8))
     assert (report.cause, report.level) == (MissCause.DROPPED, None)
-    assert "everything was cleared 0 new blocks ago" in str(report)
+    assert "the cache was cleared 0 new blocks ago" in str(report)
 
 
 def test_a_dropped_partial_block_is_remembered() -> None:
@@ -159,7 +159,7 @@ def test_other_scope() -> None:
     asked.cache.store(toks(0, 16), ReuseScope(salt=2))
     report = asked.ask(toks(0, 16))
     assert (report.cause, report.position, report.scope) == (MissCause.OTHER_SCOPE, 16, ReuseScope(salt=2))
-    assert "under ReuseScope(lora_id=None, salt=2) tokens up to 16" in str(report)
+    assert "tokens up to 16 are cached under ReuseScope(lora_id=None, salt=2)" in str(report)
 
 
 def test_partial_reuse_off() -> None:

@@ -147,7 +147,7 @@ def _reusable(known: dict[Path, Block], wanted: Path, n: int, kinds: Sequence[Ki
 def _has_pages(block: Block, ordinal: int, share: int, n: int, kinds: Sequence[Kind], size: int, is_last: bool) -> bool:
     for number, kind in enumerate(kinds):
         page = block.pages[number]
-        coverage = page.coverage if page is not None and not block.unsettled else 0
+        coverage = page.coverage if page is not None and not block.num_pending_loads else 0
         if kind.recurrent:
             if is_last and coverage != share:
                 return False

@@ -203,7 +203,7 @@ class Scene:
         memo: dict[tuple[bytes, tuple[Token, ...]], list[int]] = {}
         for data, path, block in self.inside.blocks():
             values = self._values(memo, data, scopes[data], path)
-            if block.unsettled:
+            if block.num_pending_loads:
                 continue
             assert values[-1] in self.library.committed, "a block that nobody committed"
             for number, page in enumerate(block.pages):
