@@ -93,7 +93,7 @@ class Timeline:
         try:
             return self.record(stream)
         except BaseException as error:  # whatever it is: the caller is ending what failed, and has an error to report already
-            refused = error
+            refused = f"{type(error).__name__}: {error}"  # not the exception: it and this frame would keep the caller's cache alive
         try:
             self._driver.synchronize()
         except BaseException as error:

@@ -5,6 +5,7 @@ Rule: what is refused has changed nothing; an error that no fault explains ends 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
@@ -163,6 +164,11 @@ class Base:
                     raise
                 self.heal()
         raise Found("the device does not heal")
+
+    def collect(self) -> None:
+        """A handle that was dropped may still hang on the frames of an exception that the engine has seen."""
+        if self.manager.num_open_caches != len(self.open):
+            gc.collect()
 
     def pick(self, wanted: Callable[[Request], bool]) -> Request | None:
         found = [request for request in self.open if wanted(request)]

@@ -121,6 +121,7 @@ class Hunter(WholeManager):
                 self._resume(request)
             self._close(request)
         self.plans = []
+        self.collect()
         self.settled()
         self.destroy_doomed()
         self.judge_ended(True)

@@ -20,3 +20,11 @@ def test_every_byte_that_a_step_may_read_is_right(tmp_path: Path, schedule: str,
     """Random operations of an engine with many habits; then every slot is free and the device has all back."""
     hunter = hunt(draw(7, schedule, model, False), OPERATIONS, str(tmp_path))
     assert hunter.outcomes["closed"] > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_loss_is_named_and_a_refused_call_has_changed_nothing(tmp_path: Path, schedule: str, seed: int) -> None:
+    """Driver calls fail, file transfers fail, end short or hang past their limit; afterwards all is as if nothing had been."""
+    hunter = hunt(draw(seed, schedule, None, True), 900, str(tmp_path))
+    assert hunter.disturbed

@@ -142,6 +142,7 @@ class WholeManager(RequestGrowth):
 
     def _suspend_all(self) -> bool:
         self.let_go()  # what follows waits for the device
+        self.collect()
         for request in list(self.open):
             if request.active and not request.named:
                 self._suspend(request)
@@ -178,6 +179,7 @@ class WholeManager(RequestGrowth):
     def clear(self) -> None:
         for request in list(self.open):
             self._close(request)
+        self.collect()
         if not self.open:
             self.attempt(None, self.manager.clear_reusable_blocks)
 
