@@ -30,6 +30,13 @@ _WINDOW: Final = "sliding_window_size"
 _SINKS: Final = "num_sink_tokens"
 _RATIO: Final = "initial_pool_ratio"
 _KEY_HASH: Final = "block_key_hash"
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+GPU_GRAIN: Final = 2 * MIB  # smallest physical chunk of a GPU; larger quotas use larger chunks, to keep their number bounded
+GPU_GRAIN_DOUBLINGS: Final = 4  # up to 32 MiB
+HOST_GRAIN: Final = 4096  # a host page
+DISK_GRAIN: Final = 2 * MIB
+
 _FLAGS: Final = (
     "enable_partial_reuse",
     "commit_min_snapshot",
@@ -78,6 +85,14 @@ def _check_real(record: object, field: str) -> float:
     return number
 
 
+def tier_granularity(tier: CacheTier, quota: int) -> int:
+    """Bytes of a grain of this much memory. GPU: 2 MiB below 2 GiB, doubling with the quota up to 32 MiB from 16 GiB on."""
+    if tier == CacheTier.GPU_MEM:
+        doublings = (quota // GIB).bit_length() - 1 if quota >= GIB else 0
+        return GPU_GRAIN << min(doublings, GPU_GRAIN_DOUBLINGS)
+    return HOST_GRAIN if tier == CacheTier.HOST_MEM else DISK_GRAIN
+
+
 @mypyc_attr(native_class=False)
 @dataclass
 class CacheTierConfig(ABC):
@@ -94,7 +109,11 @@ class CacheTierConfig(ABC):
     @property
     @abstractmethod
     def tier(self) -> CacheTier:
-        """The kind of memory."""
+        """The kind of memory, as statistics count it."""
+
+    def granularity(self) -> int:
+        """Bytes in which the level's memory grows and shrinks. The quota is rounded up to a multiple of it."""
+        return tier_granularity(self.tier, self.quota)
 
 
 @mypyc_attr(native_class=False)
@@ -203,8 +222,8 @@ class LayerConfig(ABC):
         """Tokens that a query sees, itself included; None: all."""
 
     @abstractmethod
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
-        """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
+        """Layers with equal keys form one layer group. The kinds here answer (is attention, window or 0, sink blocks)."""
 
 
 @mypyc_attr(native_class=False)

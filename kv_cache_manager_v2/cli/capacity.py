@@ -20,8 +20,9 @@ from kv_cache_manager_v2 import (
     KVCacheManagerConfig,
 )
 from kv_cache_manager_v2.cli.layers import FULL, Layers
+from kv_cache_manager_v2.config import tier_granularity
 from kv_cache_manager_v2.layout.pools import build_layout
-from kv_cache_manager_v2.layout.sizing import plan_levels, tier_granularity
+from kv_cache_manager_v2.layout.sizing import plan_levels
 
 GIB: Final = 1 << 30
 MIN_PAGE_BYTES: Final = 64

@@ -15,6 +15,8 @@ import tempfile
 from abc import ABC, abstractmethod
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.os_memory import (
     PAGE_BYTES,
@@ -34,6 +36,7 @@ _log: Final = logging.getLogger(__name__)
 REGISTRATION_BYTES: Final = 2 << 30  # most host memory registered by one call: one huge pin stalls the node, or fails
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Arena(ABC):
     """`num_slots` slots of `slot_bytes` each, one after the other."""
 

@@ -1,18 +1,23 @@
 """Life cycles: how long the pages of a kind of layer are needed.
 
-Rule: a life cycle is data. Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method
-here; no code above asks which kind it has. Ranges are half-open pairs of block ordinals, (b, b) when empty.
+Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method here; no other code asks
+which kind it has. Another kind is a subclass, and a maker for the layers that have it (`register_life_cycle`). Ranges are half-open
+pairs of block ordinals, (b, b) when empty.
 
-History h = tokens whose keys and values are settled; the next step's first query sits at position h, so a window of W tokens needs
-the positions h + 1 - W .. h, of which W - 1 are history.
+The first query of the next step is at position h, the history. So a window of W tokens needs the positions h + 1 - W .. h, of which
+W - 1 are history.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Final, SupportsIndex
 
+from mypy_extensions import mypyc_attr
+
 from kv_cache_manager_v2.arguments import at_least
+from kv_cache_manager_v2.config import AttentionLayerConfig, LayerConfig, SsmLayerConfig
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
@@ -20,6 +25,7 @@ from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 NEVER: Final = 1 << 60  # a history length that no sequence reaches
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LifeCycle(ABC):
     """When pages of one group of layers are needed, and what a page of theirs is good for."""
 
@@ -44,15 +50,23 @@ class LifeCycle(ABC):
 
     @abstractmethod
     def stale(self, history: int) -> tuple[int, int]:
-        """Blocks that no future query can read, once `history` tokens are settled."""
+        """Blocks that no query at or after position `history` reads."""
 
     @abstractmethod
+    def stale_from(self, ordinal: int) -> int:
+        """Smallest history at which this block, which is no sink, is stale; NEVER if a request keeps it to its end."""
+
     def next_stale_change(self, history: int) -> int:
-        """Smallest history above the given one at which `stale` has another answer; NEVER if there is none."""
+        """Smallest history above the given one at which more blocks are stale; NEVER if there is none."""
+        return self.stale_from(max(self.stale(history)[1], self.num_sink_blocks))
+
+    def scratch_from(self, ordinal: int, max_rewind: int) -> int:
+        """Smallest capacity at which this block, or a later one, lies in scratch if the history ends before it."""
+        return self.stale_from(max(ordinal, self.num_sink_blocks)) + max_rewind
 
     @abstractmethod
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
-        """Blocks of a prefill step that no later query reads: stale(capacity - max_rewind) beyond the history."""
+        """Blocks of a prefill step that no later step reads: stale(capacity - max_rewind) beyond the history."""
 
     @abstractmethod
     def usable_tokens(self, coverage: int, tokens: int) -> int:
@@ -81,10 +95,12 @@ class LifeCycle(ABC):
         return HalfOpenRange(beg, end)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class AttentionLifeCycle(LifeCycle):
     """Full attention (no window), or a sliding window with optional attention sinks.
 
-    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window.
+    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window. Another shape of
+    window overrides `stale` and `stale_from`; all the rest follows from these.
     """
 
     def __init__(self, index: LifeCycleId, tokens_per_block: int, window: int | None, sink_blocks: int) -> None:
@@ -103,7 +119,7 @@ class AttentionLifeCycle(LifeCycle):
         return AttentionLifeCycle(LifeCycleId(0), size, window, -(-sinks // size))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return AttentionLifeCycle, (self.index, self.tokens_per_block, self._window, self._sink_blocks)
+        return type(self), (self.index, self.tokens_per_block, self._window, self._sink_blocks)
 
     @property
     def is_attention(self) -> bool:
@@ -125,13 +141,9 @@ class AttentionLifeCycle(LifeCycle):
         end = (history + 1 - window) // self.tokens_per_block
         return beg, max(beg, end)
 
-    def next_stale_change(self, history: int) -> int:
+    def stale_from(self, ordinal: int) -> int:
         window = self._window
-        if window is None:
-            return NEVER  # the range stays empty: where it is empty does not matter
-        _beg, end = self.stale(history)
-        first = max(end, self._sink_blocks) + 1  # next value of `end` that makes the range longer
-        return max(first * self.tokens_per_block + window - 1, history + 1)
+        return NEVER if window is None else (ordinal + 1) * self.tokens_per_block + window - 1
 
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
         first = -(-history // self.tokens_per_block)
@@ -181,10 +193,10 @@ class SsmLifeCycle(LifeCycle):
         return 0
 
     def stale(self, history: int) -> tuple[int, int]:
-        return 0, history // self.tokens_per_block
+        return 0, history // self.tokens_per_block  # in the tree only: earlier snapshots are of no use
 
-    def next_stale_change(self, history: int) -> int:
-        return NEVER  # no page belongs to a block ordinal, so nothing of a request becomes stale
+    def stale_from(self, ordinal: int) -> int:
+        return NEVER  # the one page of a request belongs to no block
 
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
         return 0, 0
@@ -200,3 +212,36 @@ class SsmLifeCycle(LifeCycle):
 
     def structural_floor(self, widest_window_blocks: int) -> int:
         return 1
+
+
+# --- which layers have which life cycle
+
+LifeCycleMaker = Callable[[LifeCycleId, int, LayerConfig], LifeCycle]
+
+
+def _attention(index: LifeCycleId, tokens_per_block: int, layer: LayerConfig) -> LifeCycle:
+    assert isinstance(layer, AttentionLayerConfig)
+    return AttentionLifeCycle(index, tokens_per_block, layer.window_size, -(-(layer.num_sink_tokens or 0) // tokens_per_block))
+
+
+def _recurrent(index: LifeCycleId, tokens_per_block: int, layer: LayerConfig) -> LifeCycle:
+    return SsmLifeCycle(index, tokens_per_block)
+
+
+_MAKERS: Final[dict[type, LifeCycleMaker]] = {AttentionLayerConfig: _attention, SsmLayerConfig: _recurrent}
+
+
+def register_life_cycle(layer_class: type[LayerConfig], maker: LifeCycleMaker) -> None:
+    """Let `maker(index, tokens_per_block, layer)` make the life cycle of layers of a class and its subclasses."""
+    _MAKERS[layer_class] = maker
+
+
+def make_life_cycle(index: LifeCycleId, tokens_per_block: int, layer: LayerConfig) -> LifeCycle:
+    """The life cycle of a layer group, from one of its layers. Raises ConfigError for a class that has none."""
+    for base in type(layer).__mro__:
+        maker = _MAKERS.get(base)
+        if maker is not None:
+            return maker(index, tokens_per_block, layer)
+    raise ConfigError(
+        f"layer {layer.layer_id} is a {type(layer).__name__}, which has no life cycle: call register_life_cycle first"
+    )

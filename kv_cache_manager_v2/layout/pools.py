@@ -40,7 +40,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig, LayerConfig
 from kv_cache_manager_v2.errors import UnknownBufferError
 from kv_cache_manager_v2.ids import INT32_MAX, DataRole, LayerGroupId, LayerId, LifeCycleId, PoolGroupId, PoolId
 from kv_cache_manager_v2.layout.arithmetic import ceil_div
-from kv_cache_manager_v2.layout.life_cycle import AttentionLifeCycle, LifeCycle, SsmLifeCycle
+from kv_cache_manager_v2.layout.life_cycle import LifeCycle, make_life_cycle
 
 
 class BufferId(NamedTuple):
@@ -232,7 +232,7 @@ class _Coalescing:
 
 def _make_life_cycles(config: KVCacheManagerConfig) -> tuple[list[LifeCycle], list[LifeCycleId]]:
     """Life cycles in first-seen order, and that of each layer."""
-    ids: dict[tuple[bool, int, int], LifeCycleId] = {}
+    ids: dict[tuple[object, ...], LifeCycleId] = {}
     life_cycles: list[LifeCycle] = []
     of_layer: list[LifeCycleId] = []
     for layer in config.layers:
@@ -240,11 +240,7 @@ def _make_life_cycles(config: KVCacheManagerConfig) -> tuple[list[LifeCycle], li
         if key not in ids:
             index = LifeCycleId(len(life_cycles))
             ids[key] = index
-            is_attention, _window, sink_blocks = key
-            if is_attention:
-                life_cycles.append(AttentionLifeCycle(index, config.tokens_per_block, layer.window_size, sink_blocks))
-            else:
-                life_cycles.append(SsmLifeCycle(index, config.tokens_per_block))
+            life_cycles.append(make_life_cycle(index, config.tokens_per_block, layer))
         of_layer.append(ids[key])
     return life_cycles, of_layer
 

@@ -22,12 +22,6 @@ from kv_cache_manager_v2.layout.pools import StorageLayout
 
 logger: Final = logging.getLogger(__name__)
 
-MIB: Final = 1 << 20
-GIB: Final = 1 << 30
-GPU_GRAIN: Final = 2 * MIB  # smallest physical chunk of a GPU; larger quotas use larger chunks, to keep their number bounded
-GPU_GRAIN_DOUBLINGS: Final = 4  # up to 32 MiB
-HOST_GRAIN: Final = 4096  # a host page
-DISK_GRAIN: Final = 2 * MIB
 DEFAULT_REQUEST: Final = (2049, 2048)  # capacity, history of the one request that sizes the pools when nothing is configured
 
 # Where a level's weights came from (LevelSizing.weights_from).
@@ -80,14 +74,6 @@ class LevelSizing:
 
 
 # --- grains
-
-
-def tier_granularity(tier: CacheTier, quota: int) -> int:
-    """Bytes of a grain. GPU: 2 MiB below 2 GiB, doubling with the quota up to 32 MiB from 16 GiB on."""
-    if tier == CacheTier.GPU_MEM:
-        doublings = (quota // GIB).bit_length() - 1 if quota >= GIB else 0
-        return GPU_GRAIN << min(doublings, GPU_GRAIN_DOUBLINGS)
-    return HOST_GRAIN if tier == CacheTier.HOST_MEM else DISK_GRAIN
 
 
 def grains_for_slots(num_slots: int, slot_sizes: list[int], granularity: int) -> int:
@@ -303,7 +289,7 @@ def plan_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[li
     raised: list[str] = []
     for index, tier_config in enumerate(config.cache_tiers):
         asked = tier_config.quota
-        granularity = tier_granularity(tier_config.tier, asked)
+        granularity = tier_config.granularity()
         floors = min_slots(layout, config, CacheLevel(index))
         minimum = min_quota(layout.slot_sizes, floors, granularity)
         quota = max(round_up(asked, granularity), minimum)

@@ -199,10 +199,7 @@ class Request:
         block = -(-history // self.tokens_per_block)
         least = NEVER
         for table in self.main_tables:
-            window = table.life_cycle.window_size
-            if window is not None:
-                first = max(block, table.life_cycle.num_sink_blocks) + 1
-                least = min(least, first * self.tokens_per_block + window - 1 + self.shared.max_rewind)
+            least = min(least, table.life_cycle.scratch_from(block, self.shared.max_rewind))
         return least
 
     def sample(self) -> None:

@@ -1,18 +1,22 @@
 """What differs between the tiers: how a pool's memory is made, and how bytes get in and out.
 
-Rule: a question "is this the GPU, the host, a disk" is a property or a method of a tier, asked nowhere else. A new tier is a class
-here, and a line in `make_tier`.
+The question "is this the GPU, the host, a disk" is a property or a method of a tier, asked nowhere else but where statistics name
+the tiers. Another tier is a subclass, and a maker for the configurations that have it (`register_tier`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Final
 
-from kv_cache_manager_v2.config import CacheTierConfig, DiskCacheTierConfig
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.config import CacheTierConfig, DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.os_memory import available_bytes
+from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing
@@ -29,6 +33,7 @@ def spare_host_bytes(available: int) -> int:
     return max(0, available - max(HOST_MARGIN_BYTES, available // HOST_MARGIN_SHARE))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Tier(ABC):
     """One level's kind of memory. Its slots are memory that copies reach, or ranges of files."""
 
@@ -100,11 +105,36 @@ class DiskTier(Tier):
         return DiskArena(slot_bytes, self._path)
 
 
-def make_tier(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
-    """The tier of a level as configured."""
-    if sizing.tier == CacheTier.GPU_MEM:
-        return DeviceTier(driver, sizing)
-    if sizing.tier == CacheTier.HOST_MEM:
-        return HostTier(driver)
+# --- which configurations have which tier
+
+TierMaker = Callable[[Driver, LevelSizing, CacheTierConfig], Tier]
+
+
+def _device(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
+    return DeviceTier(driver, sizing)
+
+
+def _host(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
+    return HostTier(driver)
+
+
+def _disk(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
     assert isinstance(config, DiskCacheTierConfig)
     return DiskTier(config.path)
+
+
+_MAKERS: Final[dict[type, TierMaker]] = {GpuCacheTierConfig: _device, HostCacheTierConfig: _host, DiskCacheTierConfig: _disk}
+
+
+def register_tier(config_class: type[CacheTierConfig], maker: TierMaker) -> None:
+    """Let `maker(driver, sizing, config)` make the tier of levels configured by a class and its subclasses."""
+    _MAKERS[config_class] = maker
+
+
+def make_tier(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
+    """The tier of a level as configured. Raises ConfigError for a class that has none."""
+    for base in type(config).__mro__:
+        maker = _MAKERS.get(base)
+        if maker is not None:
+            return maker(driver, sizing, config)
+    raise ConfigError(f"cache_tiers has a {type(config).__name__}, for which there is no tier: call register_tier first")

@@ -9,9 +9,19 @@ The records are ordinary dataclasses (not native classes): `dataclasses.replace`
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Final, SupportsIndex
 
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
+
+MIB: Final[int]
+GIB: Final[int]
+GPU_GRAIN: Final[int]
+GPU_GRAIN_DOUBLINGS: Final = 4
+HOST_GRAIN: Final = 4096
+DISK_GRAIN: Final[int]
+
+def tier_granularity(tier: CacheTier, quota: int) -> int:
+    """Bytes of a grain of this much memory. GPU: 2 MiB below 2 GiB, doubling with the quota up to 32 MiB from 16 GiB on."""
 
 @dataclass
 class CacheTierConfig(ABC):
@@ -23,7 +33,10 @@ class CacheTierConfig(ABC):
     @property
     @abstractmethod
     def tier(self) -> CacheTier:
-        """The kind of memory."""
+        """The kind of memory, as statistics count it."""
+
+    def granularity(self) -> int:
+        """Bytes in which the level's memory grows and shrinks. The quota is rounded up to a multiple of it."""
 
 @dataclass
 class GpuCacheTierConfig(CacheTierConfig):
@@ -75,8 +88,8 @@ class LayerConfig(ABC):
         """Tokens that a query sees, itself included; None: all."""
 
     @abstractmethod
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
-        """Layers with equal keys form one layer group: (is attention, window or 0, sink blocks)."""
+    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
+        """Layers with equal keys form one layer group. The kinds here answer (is attention, window or 0, sink blocks)."""
 
 @dataclass
 class AttentionLayerConfig(LayerConfig):

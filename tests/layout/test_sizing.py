@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.config import DiskCacheTierConfig, HostCacheTierConfig, KVCacheManagerConfig, LayerConfig
+from kv_cache_manager_v2.config import DiskCacheTierConfig, HostCacheTierConfig, KVCacheManagerConfig, LayerConfig, tier_granularity
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheLevel, CacheTier
 from kv_cache_manager_v2.layout import sizing as sizing_module
@@ -32,7 +32,6 @@ from kv_cache_manager_v2.layout.sizing import (
     resized,
     size_levels,
     split_quota,
-    tier_granularity,
     weights_from_length,
 )
 from tests.layout.helpers import GIB, KIB, MIB, attention, batch, model, ssm

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +75,7 @@ class _Plane:
         self.converter: PageIndexConverter = manager.get_page_index_converter(layer.layer_id, buffer.role)
         self.window = layer.window_size
         self.sinks = (getattr(layer, "num_sink_tokens", None) or 0) if self.window is not None else 0
+        self._first_visible: Callable[[int], int] | None = getattr(layer, "first_visible", None)
         self._shape = (0, 0)
         self._memory: Words | None = None
         self._manager = manager
@@ -84,6 +85,12 @@ class _Plane:
             self.columns: Indices = np.arange(self.words)
         else:
             self.columns = np.concatenate([np.arange(FULL_WORDS), np.arange(self.words - FULL_WORDS, self.words)])
+
+    def first_visible(self, position: int) -> int:
+        """The first position, sinks aside, that the query at `position` sees."""
+        if self._first_visible is not None:
+            return self._first_visible(position)
+        return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def memory(self) -> Words:
         """The pool as (page, token, word), through this buffer's base address."""
@@ -204,7 +211,7 @@ class FakeEngine:
     def _check_window(self, cache: KVCache, plane: _Plane, base: Indices, old: int) -> None:
         """With `old` tokens of history: exactly the blocks that a query can see are mapped."""
         size = self.tokens_per_block
-        start = 0 if plane.window is None else max(0, old + 1 - plane.window)
+        start = plane.first_visible(old)
         for block, index in enumerate(base.tolist()):
             beg, end = block * size, (block + 1) * size
             visible = beg < plane.sinks or (end > start and beg < cache.capacity)

@@ -13,6 +13,7 @@ from kv_cache_manager_v2.reuse.match import Match, match
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, RadixTree
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
+from tests.charter.toys import ChunkedLifeCycle
 from tests.storage.helpers import make_cell
 
 Token = int | bytes
@@ -26,12 +27,19 @@ def window(size: int, sink_blocks: int = 0) -> tuple[str, int, int]:
     return ("window", size, sink_blocks)
 
 
+def chunked(size: int) -> tuple[str, int, int]:
+    """A life cycle from outside the package: a query sees its own chunk of so many tokens."""
+    return ("chunked", size, 0)
+
+
 def make_life_cycles(kinds: Sequence[tuple[str, int, int]], tokens_per_block: int) -> list[LifeCycle]:
-    """Life cycles from FULL, SSM and window(...)."""
+    """Life cycles from FULL, SSM, window(...) and chunked(...)."""
     result: list[LifeCycle] = []
     for i, (kind, size, sinks) in enumerate(kinds):
         if kind == "ssm":
             result.append(SsmLifeCycle(LifeCycleId(i), tokens_per_block))
+        elif kind == "chunked":
+            result.append(ChunkedLifeCycle(LifeCycleId(i), tokens_per_block, size, 0))
         else:
             result.append(AttentionLifeCycle(LifeCycleId(i), tokens_per_block, size if kind == "window" else None, sinks))
     return result

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest, window
+from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, chunked, digest, window
 from tests.reuse.model import Model, Path
 
 HOW = {BLOCK_NEW: "new", BLOCK_EXISTS: "exists", BLOCK_COVERED: "covered"}
@@ -26,6 +26,9 @@ KINDS = [
     (SSM, FULL, SSM),
     (SSM, window(3, 1)),
     (FULL, window(4), SSM),
+    (chunked(3),),
+    (FULL, chunked(4)),
+    (window(3), chunked(6), SSM),
 ]
 
 

@@ -1,15 +1,18 @@
 """Life cycles: how long the pages of a kind of layer are needed.
 
-Rule: a life cycle is data. Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method
-here; no code above asks which kind it has. Ranges are half-open pairs of block ordinals, (b, b) when empty.
+Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method here; no other code asks
+which kind it has. Another kind is a subclass, and a maker for the layers that have it (`register_life_cycle`). Ranges are half-open
+pairs of block ordinals, (b, b) when empty.
 
-History h = tokens whose keys and values are settled; the next step's first query sits at position h, so a window of W tokens needs
-the positions h + 1 - W .. h, of which W - 1 are history.
+The first query of the next step is at position h, the history. So a window of W tokens needs the positions h + 1 - W .. h, of which
+W - 1 are history.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Final, SupportsIndex
 
+from kv_cache_manager_v2.config import LayerConfig
 from kv_cache_manager_v2.ids import LifeCycleId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 
@@ -39,15 +42,21 @@ class LifeCycle(ABC):
 
     @abstractmethod
     def stale(self, history: int) -> tuple[int, int]:
-        """Blocks that no future query can read, once `history` tokens are settled."""
+        """Blocks that no query at or after position `history` reads."""
 
     @abstractmethod
+    def stale_from(self, ordinal: int) -> int:
+        """Smallest history at which this block, which is no sink, is stale; NEVER if a request keeps it to its end."""
+
     def next_stale_change(self, history: int) -> int:
-        """Smallest history above the given one at which `stale` has another answer; NEVER if there is none."""
+        """Smallest history above the given one at which more blocks are stale; NEVER if there is none."""
+
+    def scratch_from(self, ordinal: int, max_rewind: int) -> int:
+        """Smallest capacity at which this block, or a later one, lies in scratch if the history ends before it."""
 
     @abstractmethod
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
-        """Blocks of a prefill step that no later query reads: stale(capacity - max_rewind) beyond the history."""
+        """Blocks of a prefill step that no later step reads: stale(capacity - max_rewind) beyond the history."""
 
     @abstractmethod
     def usable_tokens(self, coverage: int, tokens: int) -> int:
@@ -72,7 +81,8 @@ class LifeCycle(ABC):
 class AttentionLifeCycle(LifeCycle):
     """Full attention (no window), or a sliding window with optional attention sinks.
 
-    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window.
+    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window. Another shape of
+    window overrides `stale` and `stale_from`; all the rest follows from these.
     """
 
     def __init__(self, index: LifeCycleId, tokens_per_block: int, window: int | None, sink_blocks: int) -> None: ...
@@ -90,7 +100,7 @@ class AttentionLifeCycle(LifeCycle):
     @property
     def num_sink_blocks(self) -> int: ...
     def stale(self, history: int) -> tuple[int, int]: ...
-    def next_stale_change(self, history: int) -> int: ...
+    def stale_from(self, ordinal: int) -> int: ...
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]: ...
     def usable_tokens(self, coverage: int, tokens: int) -> int: ...
     def loss_ends_path(self, ordinal: int) -> bool: ...
@@ -110,9 +120,17 @@ class SsmLifeCycle(LifeCycle):
     @property
     def num_sink_blocks(self) -> int: ...
     def stale(self, history: int) -> tuple[int, int]: ...
-    def next_stale_change(self, history: int) -> int: ...
+    def stale_from(self, ordinal: int) -> int: ...
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]: ...
     def usable_tokens(self, coverage: int, tokens: int) -> int: ...
     def loss_ends_path(self, ordinal: int) -> bool: ...
     def blocks(self, history: int, capacity: int) -> int: ...
     def structural_floor(self, widest_window_blocks: int) -> int: ...
+
+LifeCycleMaker = Callable[[LifeCycleId, int, LayerConfig], LifeCycle]
+
+def register_life_cycle(layer_class: type[LayerConfig], maker: LifeCycleMaker) -> None:
+    """Let `maker(index, tokens_per_block, layer)` make the life cycle of layers of a class and its subclasses."""
+
+def make_life_cycle(index: LifeCycleId, tokens_per_block: int, layer: LayerConfig) -> LifeCycle:
+    """The life cycle of a layer group, from one of its layers. Raises ConfigError for a class that has none."""
