@@ -1,4 +1,4 @@
-"""The event stream: what enters and leaves the cache, told to routers and mirrors."""
+"""The event stream, by which routers and mirrors follow what is cached."""
 
 from __future__ import annotations
 

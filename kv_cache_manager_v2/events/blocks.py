@@ -1,7 +1,7 @@
-"""What happened to blocks, and what the event stream has announced of each.
+"""Queued changes of blocks, and what the event stream has announced of each block.
 
-Rule: an `EventBlock` lives as long as its block, or as an event record of it that is not processed yet. It is made at the first
-record, together with those of the blocks before it, and names its block even after that has left the tree.
+An `EventBlock` is made with the first change of its block, together with those of the block's ancestors. It lives until the block
+has left the tree and every change of it is processed, so that a dropped block can still be named.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from kv_cache_manager_v2.reuse.block import Block, RootBlock
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
 
-# What is known of a block in one layer group is a state of 16 bits: announced, cache level (7 bits), priority (8 bits).
+# The announced state of a block in one layer group, in 16 bits: announced (1 bit), cache level (7 bits), priority (8 bits).
 GROUP_BITS: Final = 16
 GROUP_MASK: Final = (1 << GROUP_BITS) - 1
 _ANNOUNCED: Final = 1 << 15
 _LEVEL_SHIFT: Final = 8
 _PRIORITY_MASK: Final = (1 << _LEVEL_SHIFT) - 1
 
+# Kinds of changes.
 STORED: Final = 0
 PAGE_REMOVED: Final = 1
 BLOCK_REMOVED: Final = 2
@@ -31,37 +32,37 @@ MOVED: Final = 3
 
 @mypyc_attr(acyclic=True)
 class EventBlock(HashedBlock):
-    """One block, or a scope's root."""
+    """One block, or the root of a scope, as the event stream knows it."""
 
     def __init__(self, parent: EventBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
         super().__init__(parent, tokens, num_tokens, scope)
-        self.groups = 0  # states by layer group, GROUP_BITS each; 0 where the block is not announced
-        self.item: bytes | None = None  # digest of the multimodal item that the block's end belongs to ...
-        self.item_known = parent is None  # ... once looked for
-        self.waiting = False  # another block of the same name is announced: see announced.py
+        self.groups = 0  # announced states by layer group, GROUP_BITS each; 0 in groups where the block is not announced
+        self.item: bytes | None = None  # latest multimodal digest up to the block's end; valid if `item_known`
+        self.item_known = parent is None
+        self.waiting = False  # another block with the same name is announced: see announced.py
 
     def state(self, group: int) -> int:
-        """What is known in a layer group; 0 if it is not announced there."""
+        """The announced state in a layer group; 0 if the block is not announced there."""
         return self.groups >> group * GROUP_BITS & GROUP_MASK
 
     def set_state(self, group: int, state: int) -> None:
         self.groups ^= (self.state(group) ^ state) << group * GROUP_BITS
 
-    def before(self) -> EventBlock:
-        """The block before it."""
+    def predecessor(self) -> EventBlock:
+        """The block before this one in the sequence, or the root."""
         parent = self.parent
-        assert isinstance(parent, EventBlock), "a block lost its parent before the stream was done with it"
+        assert isinstance(parent, EventBlock), "a block lost its parent before its last change was processed"
         return parent
 
 
 @mypyc_attr(acyclic=True)
 class EventRecord:
-    """One change of a block, queued until the next flush. As small as can be: it is made under the manager's lock."""
+    """One change of a block, queued until the next flush. It is kept small, since it is made under the manager's lock."""
 
     def __init__(self, kind: int, event_block: EventBlock, block: Block, group: int, level: int, priority: int) -> None:
         self.event_block = event_block
         self.tree_block = block
-        # bytes and half words: nothing to count references of
+        # Small integers, so that the compiled class stores no object references for them.
         self.kind: u8 = kind
         self.level: u8 = level
         self.priority: u8 = priority
@@ -82,7 +83,7 @@ def priority_in(state: int) -> int:
 
 
 def event_block_of(block: Block) -> EventBlock:
-    """The stream's view of a block, made if absent together with those of the blocks before it."""
+    """The EventBlock of a block. If absent, it is made, together with those of the block's ancestors."""
     state = block.event_state
     if state is not None:
         assert isinstance(state, EventBlock)
@@ -97,7 +98,7 @@ def event_block_of(block: Block) -> EventBlock:
 
 
 def _event_block_deep(block: Block) -> EventBlock:
-    """The same for a block that has none yet, or a root."""
+    """The EventBlock of a block that has none yet, or of a root."""
     missing: list[Block] = []
     node = block
     state = node.event_state
@@ -118,12 +119,12 @@ def _event_block_deep(block: Block) -> EventBlock:
 
 
 def mm_keys_of(event_block: EventBlock, offset: int, uuids: dict[bytes, str]) -> list[MmKey]:
-    """Where multimodal items lie in a block: for each run of an item's positions the item's digest, the first position, and the
-    item's uuid if it has one.
+    """Which multimodal items a block contains: one key per run of consecutive positions of an item.
 
-    Ids above `offset` count positions of the latest digest before them, in this block or before it. O(tokens).
+    A key is the item's digest, the position in the item at which the run begins, and the item's uuid if it has one. An id above
+    `offset` is a position (plus offset) in the item of the latest digest before it, in this block or an earlier one. O(tokens).
     """
-    item = _item_at_end(event_block.before())
+    item = _item_at_end(event_block.predecessor())
     keys: list[MmKey] = []
     if item is None and event_block.is_text:
         return keys
@@ -148,12 +149,12 @@ def _mm_key(digest: bytes, position: int, uuids: dict[bytes, str]) -> MmKey:
 
 
 def _item_at_end(event_block: EventBlock) -> bytes | None:
-    """The latest digest up to the block's end; O(blocks before it that were never looked at)."""
+    """The latest digest up to the block's end. O(ancestors for which it is not known yet)."""
     missing: list[EventBlock] = []
     node = event_block
     while not node.item_known:
         missing.append(node)
-        node = node.before()
+        node = node.predecessor()
     item = node.item
     while missing:
         node = missing.pop()

@@ -1,11 +1,11 @@
 """The hashes by which events name blocks.
 
-Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else. It is computed once, when
-an event first needs it. A `HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
+A block's hash depends only on its tokens, all tokens before it and its scope. It is computed once, when an event first needs it. A
+`HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
 
     v2_blake3, v2_sha256          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
-    v2_blake3_64, v2_sha256_64    its first 8 bytes, big-endian, unsigned
-    v1_block_key                  the older mixing of 64 bits; blocks with a digest in them or before them get v2_sha256_64
+    v2_blake3_64, v2_sha256_64    the first 8 bytes of that key, big-endian, unsigned
+    v1_block_key                  an older 64-bit hash of ids; a block with a digest in it or before it gets v2_sha256_64
     auto                          v1_block_key
 """
 
@@ -29,24 +29,24 @@ _log: Final = logging.getLogger(__name__)
 V1_BLOCK_KEY: Final = "v1_block_key"
 HASH_ALGORITHMS: Final[tuple[str, ...]] = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
 
-BlockName: TypeAlias = int | bytes  # what tells published names apart: the number, or the key whose digits they are
+BlockName: TypeAlias = int | bytes  # a block's hash in its shortest form: the number, or the key in place of its digits
 
 _MASK_32: Final = (1 << 32) - 1
 _MASK_64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B9
 _UNKNOWN: Final = -1  # not computed yet
-_UNNAMEABLE: Final = -2  # the block or one before it has a digest, which v1 cannot hash
+_UNNAMEABLE: Final = -2  # the block or an earlier one has a digest, which v1 cannot hash
 
 
 @mypyc_attr(acyclic=True)
 class HashedBlock:
-    """What a block's hash is made from; a scope's root has no tokens and no parent.
+    """The input of a block's hash. The root of a scope has no tokens and no parent.
 
-    A long chain must be unlinked before it is freed through its last block: see `KVCacheEventManager.__del__`.
+    A long chain must be unlinked before its last block is deallocated: see `KVCacheEventManager.__del__`.
     """
 
     def __init__(self, parent: HashedBlock | None, tokens: bytes, num_tokens: int, scope: ReuseScope) -> None:
-        self.parent = parent  # None for a root, and once the block has left the tree and the stream has said so
+        self.parent = parent  # None for a root, and once the block's removal has been processed
         self.tokens = tokens  # packed
         self.is_text: bool = len(tokens) == TOKEN_BYTES * num_tokens  # no digests
         self.scope = scope
@@ -58,7 +58,7 @@ class HashedBlock:
 
 
 class BlockHashes(ABC):
-    """One algorithm."""
+    """One hash algorithm."""
 
     def __init__(self, algorithm: str, keys: BlockKeys) -> None:
         self.algorithm = algorithm
@@ -66,18 +66,18 @@ class BlockHashes(ABC):
 
     @abstractmethod
     def hash_of(self, block: HashedBlock) -> BlockHash:
-        """O(blocks before it that were never hashed)."""
+        """The block's hash, as published. O(ancestors not hashed yet)."""
 
     @abstractmethod
     def name_of(self, block: HashedBlock) -> BlockName:
-        """Equal for two blocks exactly if their published hashes are. As costly as `hash_of`.
+        """A value that is equal for two blocks exactly if their published hashes are. Costs as much as `hash_of`.
 
-        Different blocks can share a name: 64 bits are few, v1 mixes rather than hashes, and see the framing in reuse/keys.py.
+        Different blocks may share a name: 64-bit hashes can collide, v1 is a weak hash, and see the framing in reuse/keys.py.
         """
 
     @property
     def needs_keys(self) -> bool:
-        """Whether every hash is made from a chained key."""
+        """Whether every hash is computed from a chained key."""
         return True
 
     @property
@@ -86,7 +86,7 @@ class BlockHashes(ABC):
         return False
 
     def key_of(self, block: HashedBlock) -> bytes:
-        """The chained key."""
+        """The chained key. O(ancestors whose key is not computed yet)."""
         key = block.key
         if key is not None:
             return key
@@ -105,7 +105,7 @@ class BlockHashes(ABC):
         while missing:
             node = missing.pop()
             if node.is_text:
-                key = node.key = self.keys.digest(key + node.tokens)  # as `block_key`, without looking for digests
+                key = node.key = self.keys.digest(key + node.tokens)  # like `block_key`, but without a search for digests
             else:
                 key = node.key = self.keys.block_key(key, node.tokens)
         return key
@@ -131,8 +131,8 @@ class _ShortHashes(BlockHashes):
         return short_hash(self.key_of(block))
 
 
-class _OldHashes(BlockHashes):
-    """v1: the chained keys are SHA-256, and computed only for what v1 cannot name."""
+class _V1Hashes(BlockHashes):
+    """v1_block_key. Chained SHA-256 keys are computed only for blocks that v1 cannot hash."""
 
     def __init__(self, keys: BlockKeys) -> None:
         super().__init__(V1_BLOCK_KEY, keys)
@@ -155,7 +155,9 @@ class _OldHashes(BlockHashes):
             return block.v1
         if not self._warned:
             self._warned = True
-            _log.warning("blocks with multimodal digests, and all after them, have no v1 hash: v2_sha256_64 names them")
+            _log.warning(
+                "v1_block_key cannot hash multimodal digests: blocks with one, and all after them, get a v2_sha256_64 hash"
+            )
         return short_hash(self.key_of(block))
 
     def _mix_up_to(self, block: HashedBlock) -> None:
@@ -175,11 +177,11 @@ class _OldHashes(BlockHashes):
 
 
 def make_block_hashes(algorithm: str) -> BlockHashes:
-    """The algorithm of a name. Raises ConfigError (a ValueError) for an unknown one."""
+    """The hash algorithm for a value of `hash_algo`. Raises ConfigError (a ValueError) for an unknown one."""
     if algorithm == "auto":
         algorithm = V1_BLOCK_KEY
     if algorithm == V1_BLOCK_KEY:
-        return _OldHashes(make_block_keys("sha256"))
+        return _V1Hashes(make_block_keys("sha256"))
     if algorithm == "v2_sha256" or algorithm == "v2_blake3":
         return _HexHashes(algorithm, make_block_keys(algorithm[3:]))
     if algorithm == "v2_sha256_64" or algorithm == "v2_blake3_64":
@@ -198,10 +200,10 @@ def v1_block_hash(
     lora_id: SupportsIndex | None = None,
     salt: SupportsIndex | None = None,
 ) -> int:
-    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
-    (all later ones depend on it through their parents); the LoRA id enters every block.
+    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt.
 
-    Raises ConfigError for tokens that are no ids.
+    The salt enters the first block only; later blocks depend on it through their parents. The LoRA id enters every block. Raises
+    ConfigError for tokens that are not ids.
     """
     parent = unsigned_or_none(parent_hash, "parent_hash")
     lora = unsigned_or_none(lora_id, "lora_id")
@@ -213,7 +215,7 @@ def v1_block_hash(
 
 
 def _ids(data: bytes) -> list[int]:
-    """Packed ids, unpacked."""
+    """Unpack packed ids."""
     return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}I", data))
 
 
@@ -221,7 +223,7 @@ def _v1(ids: list[int], parent: int, lora_id: int | None, salt: int | None) -> i
     seed = len(ids) ^ (parent * 0xBF58476D1CE4E5B9 & _MASK_64)
     if salt is not None:
         seed = _mix_64(salt, seed)
-    # in halves, whose products and sums stay below 2**63: signed machine words hold them, and nothing depends on overflow
+    # The 64-bit seed is computed in two 32-bit halves: products and sums then stay below 2**63 and fit an i64 without overflow.
     high: i64 = seed >> 32
     low: i64 = seed & _MASK_32
     value: i64

@@ -1,13 +1,13 @@
-"""The event manager: what became reusable, moved or went, as a stream that routers read.
+"""The event manager: a stream of events about blocks that become reusable, move between levels or are removed.
 
-Rule: the cache only queues short records of what changed. The next flush or snapshot hashes and orders them, outside of its lock.
+The cache only queues a short record of each change. The next flush or snapshot hashes and orders them, without the manager's lock.
 
     page_stored, ...  ->  event records  ->  pending events  ->  ready events  ->  get_latest_events
     under the manager's lock            flush_iteration_events                any thread
 
-The stream is a contract. Per layer group a block is stored before it is moved or removed, is removed once, and is stored again only
-after that; so a snapshot and the events from its `next_event_id` on always give what is cached (`EventMirror` does it). Event ids
-count up by one: at a gap the reader was too slow, and events were dropped, oldest first (`num_dropped_events` counts them).
+Rule: in each layer group, a block is stored before it moves or is removed, is removed once, and is stored again only after that. So
+a snapshot, followed by the events from its `next_event_id` on, always gives the cached blocks (`EventMirror` computes them). Event
+ids count up by one. A gap means that the reader was too slow and the oldest events were dropped (see `num_dropped_events`).
 """
 
 from __future__ import annotations
@@ -61,26 +61,27 @@ from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from kv_cache_manager_v2.reuse.block import Block
 
 EventGather: TypeAlias = Callable[[list[KVCacheEvent]], list[list[KVCacheEvent]]]
-BlockHashes: TypeAlias = BlockHash | bytes | Iterable[BlockHash | bytes]  # one or several
-MAX_RECORDS: Final = 1 << 18  # with more, the queue is processed at once: an engine that never flushes costs no more memory
-MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is remembered
+BlockHashes: TypeAlias = BlockHash | bytes | Iterable[BlockHash | bytes]  # one block or several
+MAX_RECORDS: Final = 1 << 18  # a longer queue is processed at once: it bounds the memory of an engine that never flushes
+MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is kept
 
 _log: Final = logging.getLogger(__name__)
 _DEFAULT_HASH: Final = "v2_blake3"
-_LONGEST_WAIT_S: Final = 3600.0  # a condition cannot be given an endless time: readers look again after it
+_LONGEST_WAIT_S: Final = 3600.0  # a condition variable needs a finite timeout; readers wait again after it
 _SNAPSHOT_ID: Final = -1
 
 
 class KVCacheEventManager(CacheListener):
-    """Pass it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once an iteration, read on any thread.
+    """Publishes what one manager caches, as events. Pass it to one `KVCacheManager` as `event_manager`.
 
-    `max_kv_event_entries` bounds the events that wait for a reader; 0 turns events off. `hash_algo` says how events name blocks
-    (see hashes.py); None: by the manager's own keys, "v2_blake3" unless its `block_key_hash` says otherwise. Events carry the
-    window of their layer group: `window_size_by_layer_group`, or `window_size` for groups not listed.
+    Call `flush_iteration_events` once per iteration; `get_latest_events` may be called on any thread. `max_kv_event_entries` is how
+    many events may wait for a reader; 0 turns events off. `hash_algo` is how events name blocks (see hashes.py). None uses the
+    manager's own keys: "v2_blake3", or "v2_sha256" with `block_key_hash="sha256"`. Each event carries the window of its layer group
+    from `window_size_by_layer_group`, or `window_size` for a group not listed.
 
-    `attention_dp_gather` is a collective call that gives every rank's events to all ranks. With it rank 0 publishes for all ranks,
-    and (rank, event id) names an event. `mm_token_id_offset` is the id above which ids count positions of multimodal items; with it
-    stored blocks say which items they hold. Raises ConfigError (a ValueError).
+    `attention_dp_gather` is a collective call that returns the events of all ranks to every rank. With it, rank 0 publishes for all
+    ranks, and (rank, event id) identifies an event. `mm_token_id_offset` is the id above which ids are positions of multimodal
+    items; with it, stored blocks list their items. Raises ConfigError (a ValueError).
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class KVCacheEventManager(CacheListener):
         self._records: list[EventRecord] = []  # written under the cache manager's lock
         self._max = arguments.whole(max_kv_event_entries, "max_kv_event_entries")
         self._enabled = self._max > 0
-        self._follows_manager = hash_algo is None  # blocks are named by the manager's own keys
+        self._follows_manager = hash_algo is None  # name blocks by the manager's own keys
         self._hashes = make_block_hashes(_DEFAULT_HASH if hash_algo is None else arguments.text(hash_algo, "hash_algo"))
-        self._key_hash: str | None = None  # of the manager's keys, once it is known
+        self._key_hash: str | None = None  # `block_key_hash` of the manager; None until `attached`
         window = arguments.at_least(window_size, "window_size", 0)
         windows = {} if window_size_by_layer_group is None else windows_of(window_size_by_layer_group)
         self._rank = arguments.at_least_or_none(attention_dp_rank, "attention_dp_rank", 0)
@@ -119,29 +120,31 @@ class KVCacheEventManager(CacheListener):
         self._num_dropped = 0
 
     def __del__(self) -> None:
-        """Cut the links of records that no flush came for: freed through the last of a long chain, they would nest too deep."""
-        records: list[EventRecord] = getattr(self, "_records", [])  # nothing is there yet where the construction failed
+        """Unlink unprocessed blocks: deallocating a long chain through its last block would overflow the C stack."""
+        records: list[EventRecord] = getattr(self, "_records", [])  # absent if the constructor raised
         for record in records:
             record.event_block.parent = None
 
     def __reduce__(self) -> str:
-        raise LogicError("a KVCacheEventManager cannot be copied or pickled: it belongs to its manager; send `snapshot_events()`")
+        raise LogicError(
+            "a KVCacheEventManager cannot be copied or pickled: it belongs to its manager; copy the result of `snapshot_events()`"
+        )
 
     # --- settings
 
     @property
     def hash_algo(self) -> str:
-        """The algorithm's own name, where `auto` was asked for."""
+        """The name of the hash algorithm; for `auto`, the one that it selects."""
         return self._hashes.algorithm
 
     @property
     def num_dropped_events(self) -> int:
-        """Events that no reader will see, since more than `max_kv_event_entries` waited."""
+        """Events dropped so far because more than `max_kv_event_entries` waited for a reader."""
         return self._num_dropped
 
     @property
     def window_size_by_layer_group(self) -> dict[int, int]:
-        """A copy. Set it before `add_created_event`; an event keeps the window that held when it arose."""
+        """The windows by layer group, a copy. Set it before `add_created_event`: it does not change existing events."""
         return dict(self._pending.windows)
 
     @window_size_by_layer_group.setter
@@ -152,7 +155,7 @@ class KVCacheEventManager(CacheListener):
         """Set `window_size_by_layer_group`, once the manager has grouped the layers."""
         self._pending.windows = windows_of(windows)
 
-    # --- what the cache tells (CacheListener): O(1) each
+    # --- calls of the cache (CacheListener): O(1) each
 
     def attached(self, block_key_hash: str) -> None:
         with self._work:
@@ -160,8 +163,8 @@ class KVCacheEventManager(CacheListener):
             if self._follows_manager and self._hashes.keys.name != block_key_hash:
                 if self._pending.next_id > 0:
                     raise ConfigError(
-                        f"this event manager has named blocks by {self._hashes.algorithm}, the manager has block_key_hash="
-                        f"{block_key_hash!r}: give each manager an event manager of its own, or set hash_algo"
+                        f"this event manager has published events with hash_algo={self._hashes.algorithm!r}, but this manager has "
+                        f"block_key_hash={block_key_hash!r}: give each manager its own event manager, or set hash_algo"
                     )
                 self._hashes = make_block_hashes(f"v2_{block_key_hash}")
                 self._pending.algorithm = self._hashes.algorithm
@@ -194,7 +197,7 @@ class KVCacheEventManager(CacheListener):
             self._queue(EventRecord(MOVED, event_block, block, life_cycle, destination, 0))
 
     def item_named(self, digest: bytes, uuid: str) -> None:
-        """An item has one uuid, the latest; those of the latest `MAX_UUIDS` items are kept."""
+        """Keep the uuid of a multimodal item. Only the latest uuid of an item, and the latest `MAX_UUIDS` items, are kept."""
         if self._enabled and self._mm_offset is not None:
             uuids = self._uuids
             uuids.pop(digest, None)
@@ -209,10 +212,10 @@ class KVCacheEventManager(CacheListener):
             with self._work:
                 self._process()
 
-    # --- what an engine adds by hand
+    # --- events that an engine adds
 
     def add_created_event(self, num_blocks_per_cache_level: Integers, layer_group_ids: Integers | None = None) -> None:
-        """Blocks on each cache level; one event for each layer group, or one for all (None)."""
+        """Add an event with the number of blocks on each cache level: one per layer group, or one for all groups (None)."""
         counts = arguments.wholes(num_blocks_per_cache_level, "num_blocks_per_cache_level", 0)
         groups = [NO_GROUP] if layer_group_ids is None else groups_of(layer_group_ids)
         with self._work:
@@ -223,7 +226,7 @@ class KVCacheEventManager(CacheListener):
     def add_stored_event(
         self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: SupportsIndex | None = None
     ) -> None:
-        """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
+        """Add an event about blocks that the cache does not know. Their removal must be added too: the cache will not do so."""
         parent = None if parent_hash is None else block_hash_of(parent_hash, "parent_hash")
         stored = arguments.instances(blocks, KVCacheStoredBlockData, "blocks")
         group = group_of(layer_group_id)
@@ -235,7 +238,10 @@ class KVCacheEventManager(CacheListener):
                 run.last_hash = stored[-1].block_hash
 
     def add_removed_event(self, block_hashes: BlockHashes, layer_group_id: SupportsIndex | None = None) -> None:
-        """Hashes pass through. Bytes are chained keys: of announced blocks, which are then no longer so; others are ignored."""
+        """Add an event that removes blocks. A hash is passed through unchanged.
+
+        Bytes are the chained key of an announced block, which is then no longer announced; unknown keys are ignored.
+        """
         group = group_of(layer_group_id)
         names = names_of(block_hashes)
         with self._work:
@@ -249,9 +255,9 @@ class KVCacheEventManager(CacheListener):
                 if event_block is None:
                     continue
                 if group == NO_GROUP:
-                    self._retract_all(event_block)
+                    self._remove_block(event_block)
                 else:
-                    self._retract(event_block, group)
+                    self._remove_page(event_block, group)
 
     def add_updated_event(
         self,
@@ -260,7 +266,10 @@ class KVCacheEventManager(CacheListener):
         priority: KVCacheEventDiff | None = None,
         layer_group_id: SupportsIndex | None = None,
     ) -> None:
-        """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
+        """Add an event about a change of level or priority; does nothing if both are None.
+
+        A hash is passed through unchanged. Bytes are the chained key of an announced block; unknown keys are ignored.
+        """
         given = block_hash if isinstance(block_hash, bytes) else block_hash_of(block_hash, "block_hash")
         moved = arguments.instance_or_none(cache_level, KVCacheEventDiff, "cache_level")
         valued = arguments.instance_or_none(priority, KVCacheEventDiff, "priority")
@@ -283,8 +292,11 @@ class KVCacheEventManager(CacheListener):
     # --- the stream
 
     def flush_iteration_events(self) -> None:
-        """Hand over what happened since the last flush; the oldest events beyond the maximum are dropped. Once per iteration, on
-        every rank. What a gather raises is passed on, and the events wait for the next flush."""
+        """Make the events since the last flush available to readers. Call it once per iteration, on every rank.
+
+        The oldest events beyond `max_kv_event_entries` are dropped. An exception of the gather call is passed on, and the events
+        are kept for the next flush.
+        """
         if not self._enabled:
             return
         with self._work:
@@ -311,14 +323,14 @@ class KVCacheEventManager(CacheListener):
         self._publish(published, self._max * max(1, len(gathered)))
 
     def get_latest_events(self, timeout_ms: SupportsFloat | None = None) -> list[KVCacheEvent]:
-        """All events that wait, oldest first, once there is any; [] after `timeout_ms` without one, at once if that is not above 0.
+        """Return all events that are ready, oldest first; wait for one if there is none. [] after `timeout_ms` without one.
 
-        None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while
-        it waits.
+        A timeout of 0 or less does not wait. None waits without limit, except that it returns [] at once if events are turned off.
+        May be called on any thread. No lock is held during the wait.
         """
         left = math.inf if timeout_ms is None else arguments.real(timeout_ms, "timeout_ms") / 1000.0
         if math.isnan(left):
-            raise ConfigError("timeout_ms is nan; it must be a number of milliseconds, or None to wait for ever")
+            raise ConfigError("timeout_ms is nan; it must be a number of milliseconds, or None to wait without limit")
         with self._readers:
             if not self._enabled:
                 return []
@@ -331,12 +343,12 @@ class KVCacheEventManager(CacheListener):
             return events
 
     def snapshot_events(self) -> EventSnapshot:
-        """All announced blocks as stored events with id -1, and the id of the first event that is not in them.
+        """All announced blocks as stored events with id -1, and the id of the first event that is not included.
 
-        Skip events with smaller ids that a flush or a reader still gets. O(announced blocks). Raises LogicError if events are off.
+        A reader must skip later events with smaller ids. O(announced blocks). Raises LogicError if events are turned off.
         """
         if not self._enabled:
-            raise LogicError("snapshot_events(): events are turned off, max_kv_event_entries is not above 0")
+            raise LogicError(f"snapshot_events(): events are turned off; set max_kv_event_entries, now {self._max}, above 0")
         with self._work:
             self._process()
             self._pending.close()
@@ -362,14 +374,14 @@ class KVCacheEventManager(CacheListener):
     # --- processing event records; the caller holds `_work`
 
     def _open_stream(self) -> bool:
-        """Whether anything may be added; what happened before comes first."""
+        """Process the queued changes, which precede what the engine adds. Returns whether events are on."""
         if self._enabled:
             self._process()
         return self._enabled
 
     def _process(self) -> None:
         records = self._records
-        count = len(records)  # others may add records meanwhile: these two lines see each record once
+        count = len(records)  # other threads may append meanwhile: the next two lines take exactly these records
         batch = records[:count]
         del records[:count]
         shared_keys = False
@@ -388,17 +400,17 @@ class KVCacheEventManager(CacheListener):
             elif kind == MOVED:
                 self._move(event_block, int(record.group), int(record.level))
             elif kind == PAGE_REMOVED:
-                self._retract(event_block, int(record.group))
+                self._remove_page(event_block, int(record.group))
             else:
-                self._retract_all(event_block)
-                event_block.parent = None  # nothing of the block will be told any more
+                self._remove_block(event_block)
+                event_block.parent = None  # this was the block's last change
         if len(self._pending.events) > 2 * self._max:
             self._pending.drop_runs()
             self._drop_oldest(self._pending.events, self._max)
 
     def _announce(self, event_block: EventBlock, group: int, level: int, priority: int) -> None:
         if event_block.state(group):
-            return  # a block that was hidden for a while tells its pages again
+            return  # a block that was hidden during a load reports its pages again
         if event_block.groups == 0:
             self._announced.add(event_block)
         state = pack_state(level, priority)
@@ -408,7 +420,7 @@ class KVCacheEventManager(CacheListener):
 
     def _store(self, event_block: EventBlock, group: int, state: int) -> None:
         """Add a block to the group's stored event."""
-        parent = event_block.before()
+        parent = event_block.predecessor()
         run = self._pending.run_after(group, parent)
         if run is None:
             run = self._pending.run_after_hash(group, self._parent_hash(event_block))
@@ -427,7 +439,7 @@ class KVCacheEventManager(CacheListener):
             changed = KVCacheEventDiff(before, level)
             self._pending.add(KVCacheUpdatedData(self._hashes.hash_of(event_block), changed, None), group)
 
-    def _retract(self, event_block: EventBlock, group: int) -> None:
+    def _remove_page(self, event_block: EventBlock, group: int) -> None:
         if not event_block.state(group):
             return
         if not event_block.waiting:
@@ -438,17 +450,17 @@ class KVCacheEventManager(CacheListener):
             if successor is not None:
                 self._store_all(successor)
 
-    def _retract_all(self, event_block: EventBlock) -> None:
+    def _remove_block(self, event_block: EventBlock) -> None:
         groups = event_block.groups
         group = 0
         while groups:
             if groups & GROUP_MASK:
-                self._retract(event_block, group)
+                self._remove_page(event_block, group)
             groups >>= GROUP_BITS
             group += 1
 
     def _store_all(self, event_block: EventBlock) -> None:
-        """Announce a block that waited, in all of its groups."""
+        """Add the stored events of a block that waited, in all of its layer groups."""
         groups = event_block.groups
         group = 0
         while groups:
@@ -458,11 +470,11 @@ class KVCacheEventManager(CacheListener):
             group += 1
 
     def _find(self, key: bytes) -> EventBlock | None:
-        """The announced block of a chained key. Warns once where the keys are of another hash than the manager's."""
+        """The announced block with a chained key. Warns once if it is not found and the manager's keys use another hash."""
         found = self._announced.find(key)
         if found is None and self._key_hash is not None and self._key_hash != self._hashes.keys.name:
             _log.warning(
-                "no announced block has the key %s: events use %s keys (hash_algo=%r), the manager %s; set both to the same hash",
+                "no announced block has the key %s: events use %s keys (hash_algo=%r), the manager uses %s; set both to one hash",
                 key.hex(),
                 self._hashes.keys.name,
                 self._hashes.algorithm,

@@ -1,7 +1,7 @@
-"""A mirror of what is cached somewhere else, kept up to date by its events.
+"""A mirror of another process's cache, kept up to date by its events.
 
-Rule: a snapshot, and then every event from its `next_event_id` on, always give exactly what is announced there. The mirror checks
-that: an event that contradicts what it knows is an error of the stream, and a gap in the ids is reported, never passed over.
+A snapshot, followed by every event from its `next_event_id` on, gives exactly the announced blocks. The mirror checks the stream:
+an event that contradicts earlier ones raises an error, and a gap in the ids is reported.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kv_cache_manager_v2.events.records import (
 
 
 class MirroredBlock:
-    """One block, as long as some layer group has it."""
+    """One block that is cached in at least one layer group."""
 
     def __init__(self, parent_hash: BlockHash | None, content: bytes | tuple[UniqueToken, ...]) -> None:
-        self.parent_hash = parent_hash  # None: begins a prompt
-        self.content = content  # see KVCacheStoredBlockData
+        self.parent_hash = parent_hash  # None: first block of a prompt
+        self.content = content  # see KVCacheStoredBlockData.content
         self.levels: dict[int, int] = {}  # cache level by layer group
 
     @property
     def packed_tokens(self) -> bytes:
         """As `KVCacheStoredBlockData.packed_tokens`."""
         if not isinstance(self.content, bytes):
-            raise LogicError("the block has tokens that are neither ids nor digests, which cannot be packed: read `content`")
+            raise LogicError("this block's tokens are not all ids or digests, so they cannot be packed; read `content` instead")
         return self.content
 
 
 class EventMirror:
-    """What one rank's cache holds. Without a snapshot it begins empty, with event 0."""
+    """The blocks that one rank has cached. Without a snapshot it starts empty, at event 0."""
 
     def __init__(self, snapshot: EventSnapshot | None = None) -> None:
         self.blocks: dict[BlockHash, MirroredBlock] = {}
@@ -52,12 +52,12 @@ class EventMirror:
             self.reset(snapshot)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy, however it is made, does not follow this mirror."""
+        """Copies and pickles are independent of this mirror."""
         blocks = {name: (block.parent_hash, block.content, dict(block.levels)) for name, block in self.blocks.items()}
         return _mirror, (self.next_event_id, blocks)
 
     def reset(self, snapshot: EventSnapshot) -> None:
-        """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
+        """Start again from a snapshot, as after a gap. An invalid snapshot raises and leaves the mirror unchanged."""
         instance(snapshot, EventSnapshot, "snapshot")
         events = _events(given(snapshot, "events"))
         next_event_id = at_least(given(snapshot, "next_event_id"), "next_event_id", 0)
@@ -72,10 +72,10 @@ class EventMirror:
         self.next_event_id = next_event_id
 
     def apply(self, events: Iterable[KVCacheEvent]) -> bool:
-        """Take in events in the order of the stream; those that the snapshot contains are skipped.
+        """Apply events in the order of the stream, skipping those that the snapshot includes.
 
-        False: events are missing before one of these, and nothing from there on was taken in; `reset` with a new snapshot. Raises
-        LogicError for an event that cannot follow from what is known.
+        Returns False at a gap in the ids. Events from the gap on are not applied: `reset` with a new snapshot. Raises LogicError
+        for an event that contradicts earlier ones.
         """
         for event in _events(events):
             if event.event_id < self.next_event_id:
@@ -87,7 +87,7 @@ class EventMirror:
         return True
 
     def num_cached(self, block_hashes: Sequence[BlockHash], layer_group_id: SupportsIndex) -> int:
-        """How many of a prompt's blocks, from its first one on, the layer group has."""
+        """How many of a prompt's blocks the layer group has cached, counted from the first one up to a gap."""
         group = at_least(layer_group_id, "layer_group_id", NO_GROUP)
         hashes = [block_hash_of(item, "block_hashes") for item in items_of(block_hashes, "block_hashes", "block hashes")]
         for index, block_hash in enumerate(hashes):
@@ -114,7 +114,7 @@ class EventMirror:
 
     def _store(self, data: KVCacheStoredData, group: int, event_id: int) -> None:
         parent_hash = data.parent_hash
-        blocks: dict[BlockHash, MirroredBlock] = {}  # of this event: all of them are looked at before any is taken in
+        blocks: dict[BlockHash, MirroredBlock] = {}  # the event's blocks: all are checked before any is added
         stored = instances(data.blocks, KVCacheStoredBlockData, "blocks of an event")
         for item in stored:
             block = self.blocks.get(item.block_hash, MirroredBlock(parent_hash, item.content))
@@ -142,7 +142,7 @@ class EventMirror:
                 del self.blocks[block_hash]
 
     def _known(self, block_hash: BlockHash, group: int, event_id: int) -> int:
-        """The level of a block that must be there."""
+        """The level of a block. Raises LogicError if it is not stored in the layer group."""
         block = self.blocks.get(block_hash)
         if block is None or group not in block.levels:
             raise LogicError(f"event {event_id}: block {block_hash} is not stored in layer group {group}")
@@ -152,7 +152,7 @@ class EventMirror:
 def _mirror(
     next_event_id: int, blocks: dict[BlockHash, tuple[BlockHash | None, bytes | tuple[UniqueToken, ...], dict[int, int]]]
 ) -> EventMirror:
-    """The mirror of these blocks."""
+    """Rebuild a mirror for `EventMirror.__reduce__`."""
     mirror = EventMirror()
     mirror.next_event_id = next_event_id
     for name, (parent_hash, content, levels) in blocks.items():
@@ -162,7 +162,7 @@ def _mirror(
 
 
 def _events(events: object) -> list[KVCacheEvent]:
-    """All of them are events, before any is taken in."""
+    """Validate all events before any is applied."""
     found: list[KVCacheEvent] = []
     for item in each_of(events, "events", "KVCacheEvent"):
         event = instance(item, KVCacheEvent, "an item of events")
@@ -170,6 +170,9 @@ def _events(events: object) -> list[KVCacheEvent]:
         at_least_or_none(given(event, "layer_group_id"), "layer_group_id", NO_GROUP)
         data = given(event, "data")
         if not isinstance(data, (KVCacheCreatedData, KVCacheStoredData, KVCacheRemovedData, KVCacheUpdatedData)):
-            raise ConfigError(f"data of an event is {shown(data)}; it must be one of the records that say what happened")
+            raise ConfigError(
+                f"data of an event is {shown(data)}; it must be a KVCacheCreatedData, KVCacheStoredData, KVCacheRemovedData "
+                "or KVCacheUpdatedData"
+            )
         found.append(event)
     return found

@@ -1,7 +1,7 @@
-"""Events that were made and wait for a flush.
+"""Events that wait for a flush.
 
-Rule: ids count up by one in the order of the events. Within a layer group, blocks that follow each other are merged into one stored
-event, and removals into one removed event; an event of another kind ends both.
+Rule: event ids count up by one. Within a layer group, consecutive blocks are merged into one stored event, and removals into one
+removed event, until an event of another kind intervenes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kv_cache_manager_v2.events.records import (
 
 
 class StoredRun:
-    """The latest stored event of a layer group, to which a child of its last block is added."""
+    """The latest stored event of a layer group. A child of its last block is added to it."""
 
     def __init__(self, blocks: list[KVCacheStoredBlockData]) -> None:
         self.blocks = blocks
-        self.last_block: EventBlock | None = None  # of the event, if it is known
-        self.last_hash: BlockHash | None = None  # of the last block
+        self.last_block: EventBlock | None = None  # None if the engine added it
+        self.last_hash: BlockHash | None = None  # hash of the last block
 
 
 class PendingEvents:
@@ -33,26 +33,26 @@ class PendingEvents:
     def __init__(self, window: int, windows: dict[int, int], rank: int | None) -> None:
         self.events: list[KVCacheEvent] = []
         self.next_id = 0
-        self.algorithm = ""  # that names blocks
-        self.windows = windows  # by layer group ...
-        self._window = window  # ... and of groups not listed
+        self.algorithm = ""  # hash algorithm that names blocks
+        self.windows = windows  # by layer group
+        self._window = window  # for groups not in `windows`
         self._rank = rank
         self._runs: dict[int, StoredRun] = {}  # by layer group
         self._removals: dict[int, list[BlockHash]] = {}  # not yet an event, by layer group
 
     def add(self, data: KVCacheEventData, group: int) -> None:
-        """One more event, which no later block or removal is merged with."""
+        """Append an event. No later block or removal is merged with it."""
         self._end_removals()
         self._runs.pop(group, None)
         self._append(data, group)
 
     def run_after(self, group: int, block: EventBlock) -> StoredRun | None:
-        """The group's latest stored event if `block` is its last one, and nothing was removed since."""
+        """The group's latest stored event, if `block` is its last block and no removal follows it; else None."""
         run = self._runs.get(group)
         return None if run is None or self._removals or run.last_block is not block else run
 
     def run_after_hash(self, group: int, parent_hash: BlockHash | None) -> StoredRun:
-        """The same by the last block's hash; a new event where there is none."""
+        """As `run_after`, by the hash of the last block. Appends a new stored event instead of returning None."""
         run = self._runs.get(group)
         if run is None or self._removals or parent_hash is None or run.last_hash != parent_hash:
             blocks: list[KVCacheStoredBlockData] = []
@@ -61,7 +61,7 @@ class PendingEvents:
         return run
 
     def remove(self, group: int, name: BlockHash) -> None:
-        """A removal. It is merged with others until an event of another kind comes."""
+        """Add a removal. It is merged with earlier removals if no other event intervenes."""
         names = self._removals.get(group)
         if names is None:
             names = self._removals[group] = []
@@ -69,24 +69,24 @@ class PendingEvents:
         self._runs.pop(group, None)
 
     def close(self) -> None:
-        """Nothing more is merged with the events so far."""
+        """Complete all events: nothing more is merged with them."""
         self._end_removals()
         self._runs.clear()
 
     def take(self) -> list[KVCacheEvent]:
-        """All events, which are complete now."""
+        """Complete all events, and remove and return them."""
         self.close()
         events = self.events
         self.events = []
         return events
 
     def make(self, event_id: int, data: KVCacheEventData, group: int) -> KVCacheEvent:
-        """An event with this rank's description, not added."""
+        """Make an event of this rank without appending it."""
         window = self.windows.get(group, self._window)
         return KVCacheEvent(event_id, data, window, self.algorithm, self._rank, None if group == NO_GROUP else group)
 
     def drop_runs(self) -> None:
-        """No later block is merged with an event so far: the oldest events are about to be dropped."""
+        """Merge no later block with an earlier event. Needed before the oldest events are dropped."""
         self._runs.clear()
 
     def _end_removals(self) -> None:

@@ -1,7 +1,7 @@
-"""What events say: value records, and the dictionaries that they become in JSON.
+"""The records of which events consist, and their form as dictionaries for JSON.
 
-Rule: a record is a value. It pickles, compares by content and never changes once a reader can see it. A stored block keeps its
-tokens packed, as they were committed, until they are read.
+A record is a value: it can be pickled, compares by content, and does not change once a reader can see it. A stored block keeps its
+tokens packed, as they were committed, and unpacks them when they are read.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, pack, unpack
 
 BlockHash: TypeAlias = int | str  # an unsigned 64-bit number, or the digest in hexadecimal
-MmKey: TypeAlias = tuple[Any, ...]  # (digest, position in the item), or (digest, position, uuid), or that and a bool
+MmKey: TypeAlias = tuple[Any, ...]  # (digest, position in the item), optionally followed by a uuid and a bool
 
-NO_GROUP: Final = -1  # where events without a layer group are kept
+NO_GROUP: Final = -1  # the layer group of events that belong to none
 
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class UniqueToken:
-    """One token of a stored block: its id, or a digest in hexadecimal.
+    """One token of a stored block: an id, or a digest in hexadecimal.
 
-    The cache's own events have ids and digests, and no extra id. Events of an engine's own may have any string and any integers.
+    Events of the cache use ids and digests without an extra id. Events that an engine adds may use any string and any integers.
     """
 
     token_id: int | str
@@ -50,14 +50,14 @@ class UniqueToken:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCacheEventDiff:
-    """A value that changed."""
+    """The old and the new value of a field."""
 
     old_value: int
     new_value: int
 
 
 class KVCacheStoredBlockData:
-    """One block that became reusable in one layer group."""
+    """One block that has become reusable in one layer group."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class KVCacheStoredBlockData:
         mm_keys: Sequence[MmKey] = (),
         cache_salt: str | None = None,
     ) -> None:
-        """`tokens` are `UniqueToken` records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
+        """`tokens` are `UniqueToken` records, or packed tokens as in `packed_tokens`. Raises ConfigError."""
         self._block_hash = block_hash_of(block_hash, "block_hash")
-        self._tokens: tuple[UniqueToken, ...] = ()  # those that cannot be packed
+        self._tokens: tuple[UniqueToken, ...] = ()  # used if the tokens cannot be packed
         if isinstance(tokens, bytes):
             self._packed = tokens
             if len(tokens) % TOKEN_BYTES != 0:
-                raise ConfigError(f"tokens are {len(tokens)} bytes, which is no whole number of tokens")
+                raise ConfigError(f"tokens are {len(tokens)} bytes; packed tokens must be a multiple of {TOKEN_BYTES} bytes")
         else:
             records = instances(tokens, UniqueToken, "tokens")
             packed = _packed(records)
@@ -84,7 +84,7 @@ class KVCacheStoredBlockData:
         self._cache_level = at_least(cache_level, "cache_level", 0)
         self._priority = at_least(priority, "priority", 0)
         self._mm_keys: Sequence[MmKey] = ()
-        if not isinstance(mm_keys, tuple) or len(mm_keys) > 0:  # of a block without items, nearly always
+        if not isinstance(mm_keys, tuple) or len(mm_keys) > 0:  # nearly always empty: skip the copy
             self._mm_keys = [_mm_key(key) for key in items_of(mm_keys, "mm_keys", "tuples")]
         self._cache_salt = None if cache_salt is None else text(cache_salt, "cache_salt")
 
@@ -94,24 +94,24 @@ class KVCacheStoredBlockData:
 
     @property
     def tokens(self) -> list[UniqueToken]:
-        """A new list; O(tokens)."""
+        """The tokens, as a new list. O(tokens)."""
         if self._tokens:
             return list(self._tokens)
         return [UniqueToken(token.hex() if isinstance(token, bytes) else token) for token in unpack(self._packed)]
 
     @property
     def packed_tokens(self) -> bytes:
-        """The tokens as bytes: 4 a token, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1).
+        """The tokens as bytes: 4 per id, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1).
 
-        Raises LogicError for tokens with extra ids, and for strings that are no digests: these exist in `tokens` alone.
+        Raises LogicError if a token has an extra id, or is a string other than a digest: read `tokens` then.
         """
         if self._tokens:
-            raise LogicError("the block has tokens that are neither ids nor digests, which cannot be packed: read `tokens`")
+            raise LogicError("this block's tokens are not all ids or digests, so they cannot be packed; read `tokens` instead")
         return self._packed
 
     @property
     def content(self) -> bytes | tuple[UniqueToken, ...]:
-        """Equal for two blocks exactly if their tokens are: packed, or as records where they cannot be packed. O(1)."""
+        """The packed tokens, or the records if they cannot be packed. Equal for two blocks exactly if their tokens are. O(1)."""
         return self._tokens or self._packed
 
     @property
@@ -124,12 +124,12 @@ class KVCacheStoredBlockData:
 
     @property
     def mm_keys(self) -> list[MmKey]:
-        """Where multimodal items lie in the block: a new list."""
+        """The multimodal items in the block and their positions, as a new list."""
         return list(self._mm_keys)
 
     @property
     def cache_salt(self) -> str | None:
-        """None in the cache's own events: the scope's salt enters the hash, and is published nowhere else."""
+        """None in events of the cache: the salt of the scope is part of the hash and is not published."""
         return self._cache_salt
 
     def _values(self) -> tuple[BlockHash, bytes | tuple[UniqueToken, ...], int, int, list[MmKey], str | None]:
@@ -156,7 +156,7 @@ class KVCacheStoredBlockData:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCacheCreatedData:
-    """A layer group exists, with so many blocks on each cache level."""
+    """The number of blocks on each cache level, for one layer group or for all."""
 
     num_blocks_per_cache_level: Sequence[int]
 
@@ -164,7 +164,10 @@ class KVCacheCreatedData:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCacheStoredData:
-    """Blocks that became reusable: each is the child of the one before it, the first of `parent_hash` (None: begins a prompt)."""
+    """Blocks that have become reusable. Each is the child of the one before it.
+
+    The first is a child of `parent_hash`, or begins a prompt if that is None.
+    """
 
     parent_hash: BlockHash | None
     blocks: Sequence[KVCacheStoredBlockData]
@@ -181,7 +184,7 @@ class KVCacheRemovedData:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCacheUpdatedData:
-    """A block moved to another cache level, or its priority changed; None for what did not."""
+    """A block has moved to another cache level, or its priority has changed. A field is None if it has not changed."""
 
     block_hash: BlockHash
     cache_level: KVCacheEventDiff | None
@@ -194,7 +197,7 @@ KVCacheEventData: TypeAlias = KVCacheCreatedData | KVCacheStoredData | KVCacheRe
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCacheEvent:
-    """One change. `event_id` counts up from 0 within a rank; -1 in a snapshot, which is no part of the stream."""
+    """One event. `event_id` counts up from 0 within a rank; it is -1 in a snapshot, which is not part of the stream."""
 
     event_id: int
     data: KVCacheEventData
@@ -204,7 +207,7 @@ class KVCacheEvent:
     layer_group_id: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: a type name in every record; rank, hash and layer group only where they are given."""
+        """The event as a dictionary for JSON. Every record has a type name; rank, hash and layer group are left out if None."""
         result: dict[str, Any] = {"event_id": self.event_id, "data": _data_dict(self.data), "window_size": self.window_size}
         if self.attention_dp_rank is not None:
             result["attention_dp_rank"] = self.attention_dp_rank
@@ -218,49 +221,49 @@ class KVCacheEvent:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class EventSnapshot:
-    """All that is reusable now, as stored events, and the id of the first event of the stream that is not in it."""
+    """All blocks that are reusable now, as stored events, and the id of the first event that is not included."""
 
     events: Sequence[KVCacheEvent]
     next_event_id: int
 
 
 def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]:
-    """`to_dict` of each. Raises ConfigError for what is no event."""
+    """`to_dict` of each event. Raises ConfigError for an item that is not an event."""
     records = [instance(event, KVCacheEvent, "an item of events") for event in each_of(events, "events", "KVCacheEvent")]
     return [event.to_dict() for event in records]
 
 
 def block_hash_of(value: object, name: str) -> BlockHash:
-    """A name of a block as events carry it."""
+    """Validate a block hash as events carry it. Raises ConfigError."""
     return value if isinstance(value, str) else unsigned(value, name)
 
 
 def group_of(layer_group_id: object) -> int:
-    """A layer group as a number; NO_GROUP for None."""
+    """Validate a layer group; NO_GROUP for None. Raises ConfigError."""
     return NO_GROUP if layer_group_id is None else at_least(layer_group_id, "layer_group_id", 0)
 
 
 def groups_of(layer_group_ids: object) -> list[int]:
-    """Some layer groups."""
+    """Validate a sequence of layer groups. Raises ConfigError."""
     return [at_least(item, "layer_group_ids", 0) for item in items_of(layer_group_ids, "layer_group_ids", "integers")]
 
 
 def names_of(block_hashes: object) -> list[BlockHash | bytes]:
-    """The names of one block, or of several: hashes, and chained keys as bytes."""
+    """Validate the hashes or chained keys (bytes) of one block or several. Raises ConfigError."""
     single = isinstance(block_hashes, (SupportsIndex, str, bytes))
     given: list[object] = [block_hashes] if single else each_of(block_hashes, "block_hashes", "block hashes")
     return [item if isinstance(item, bytes) else block_hash_of(item, "block_hashes") for item in given]
 
 
 def windows_of(given: object) -> dict[int, int]:
-    """Windows by layer group, a copy."""
+    """Validate and copy windows by layer group. Raises ConfigError."""
     name = "window_size_by_layer_group"
     items = mapping(given, name, "layer groups to windows").items()
     return {at_least(group, f"a layer group of {name}", 0): at_least(window, f"{name}[{group!r}]", 0) for group, window in items}
 
 
 def _packed(tokens: Sequence[UniqueToken]) -> bytes | None:
-    """Packed tokens; None if unpacking them would give others. Raises ConfigError for fields of a wrong class."""
+    """Pack tokens; None if the packed form cannot represent them. Raises ConfigError for a field of a wrong class."""
     items: list[object] = []
     exact = True
     for token in tokens:
@@ -279,7 +282,7 @@ def _packed(tokens: Sequence[UniqueToken]) -> bytes | None:
 
 
 def _digest(text: str) -> bytes | None:
-    """The digest of which these are the digits, as `bytes.hex` writes them."""
+    """The digest whose hexadecimal digits are given, as `bytes.hex` writes them; None for any other string."""
     try:
         digest = bytes.fromhex(text)
     except ValueError:
