@@ -1,1 +1,1 @@
-"""Disaggregated serving: page tables of two managers, and which bytes of one belong to which of the other."""
+"""Disaggregated serving: page tables of managers, and which bytes of one manager's pages to copy to another's."""

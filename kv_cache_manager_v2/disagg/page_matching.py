@@ -1,8 +1,7 @@
-"""Which bytes of one rank's pages are which bytes of another's, for ranks that divide the model differently.
+"""Matches the bytes of one rank's pages with those of another, for ranks that divide the model differently.
 
-Rule: buffers are matched by the layer of the whole model and by role, bytes by the heads that both ranks have. All is decided when
-two ranks meet; for a request only slot ids are filled in. Blocks that are out of a window have no page on either side and are
-skipped.
+Buffers are matched by role and by their layer in the whole model, bytes by the heads that both ranks have. This is done once for
+two ranks; a request only adds its slot ids. Blocks outside a window have no page on either side and are skipped.
 
     source rank, heads 0..3 of layers 0..3          destination rank, heads 2..3 of layers 2..3
     slot: | 0k | 0v | 1k | 1v | 2k | 2v | 3k | 3v |   slot: | 2k | 2v | 3k | 3v |
@@ -28,7 +27,7 @@ from kv_cache_manager_v2.errors import ConfigError
 
 
 class Segment(NamedTuple):
-    """Bytes that lie together on both sides, for every block: at base + stride * slot."""
+    """Bytes that are contiguous on both sides. Those of a block are at base + stride * slot."""
 
     source_base: int
     source_stride: int
@@ -38,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class ByteMove(NamedTuple):
-    """One copy."""
+    """One copy of contiguous bytes."""
 
     source: int  # address
     destination: int
@@ -46,7 +45,7 @@ class ByteMove(NamedTuple):
 
 
 class GroupPairing(NamedTuple):
-    """What two layer groups have in common."""
+    """The bytes that two layer groups have in common."""
 
     source_group: int
     destination_group: int
@@ -54,22 +53,22 @@ class GroupPairing(NamedTuple):
 
 
 class TransferPlan:
-    """All that one rank has for another."""
+    """The bytes that one rank can copy to another."""
 
     def __init__(self, source: KVCachePageTable, destination: KVCachePageTable, pairings: list[GroupPairing]) -> None:
         self.source = source
         self.destination = destination
         self.pairings = pairings
-        self.filled: dict[tuple[int, str], int] = {}  # (global layer, role) -> bytes of a block that the plan brings
+        self.filled: dict[tuple[int, str], int] = {}  # (global layer, role) -> bytes of a block that the plan copies
 
     def __reduce__(self) -> tuple[object, ...]:
         return _transfer_plan, (self.source, self.destination, list(self.pairings), dict(self.filled))
 
     def moves(self, source_slots: Sequence[Integers], destination_slots: Sequence[Integers]) -> list[ByteMove]:
-        """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
+        """The copies for one request, given its slots on both sides by layer group and block ordinal (see `request_slots`).
 
-        A block is moved where the destination has a page. Raises ConfigError (a ValueError), before anything is moved, if the
-        source has none there, or for a slot beyond a pool's end. O(blocks x segments).
+        A block is copied if the destination has a page for it. O(blocks x segments). Raises ConfigError (a ValueError) if the
+        source has no page for such a block, or for a slot beyond the end of a pool.
         """
         sources = _by_group(source_slots, "source_slots", self.source)
         destinations = _by_group(destination_slots, "destination_slots", self.destination)
@@ -99,7 +98,7 @@ class TransferPlan:
 
 
 def _by_group(values: object, name: str, table: KVCachePageTable) -> list[list[int]]:
-    """Slot ids, negative where a block has none, of each layer group."""
+    """Validate the slot ids of each layer group; negative ids are blocks without a slot. Raises ConfigError."""
     groups = items_of(values, name, "sequences of slot ids, one for each layer group")
     if len(groups) != len(table.layer_groups):
         raise ConfigError(f"{name} has slots of {len(groups)} layer groups: the table has {len(table.layer_groups)}")
@@ -111,50 +110,54 @@ def _by_group(values: object, name: str, table: KVCachePageTable) -> list[list[i
 
 
 def match_page_tables(source: KVCachePageTable, destination: KVCachePageTable) -> TransferPlan:
-    """Find what the source rank has for the destination rank; nothing in common gives an empty plan.
+    """Find the bytes that the source rank can copy to the destination rank. The plan is empty if they have none in common.
 
-    Raises ConfigError (a ValueError) where both have a buffer and its bytes cannot be matched: other block lengths, sizes a
-    head, heads that do not divide evenly, or a split of what cannot be split.
+    Raises ConfigError (a ValueError) if both ranks have a buffer whose bytes cannot be matched. Reasons are different block lengths
+    or sizes per head, heads that do not divide evenly, and a buffer that cannot be split.
     """
-    ours, theirs = instance(source, KVCachePageTable, "source"), instance(destination, KVCachePageTable, "destination")
-    if ours.tokens_per_block != theirs.tokens_per_block:
+    source_table, destination_table = (
+        instance(source, KVCachePageTable, "source"),
+        instance(destination, KVCachePageTable, "destination"),
+    )
+    if source_table.tokens_per_block != destination_table.tokens_per_block:
         raise ConfigError(
-            f"blocks of {ours.tokens_per_block} and of {theirs.tokens_per_block} tokens cannot be matched page by page"
+            f"blocks of {source_table.tokens_per_block} and of {destination_table.tokens_per_block} tokens cannot be matched: "
+            "tokens_per_block must be equal on both ranks"
         )
-    plan = TransferPlan(ours, theirs, [])
-    for given in range(len(ours.layer_groups)):
-        for taken in range(len(theirs.layer_groups)):
-            segments = _match_groups(plan, given, taken)
+    plan = TransferPlan(source_table, destination_table, [])
+    for source_group in range(len(source_table.layer_groups)):
+        for destination_group in range(len(destination_table.layer_groups)):
+            segments = _match_groups(plan, source_group, destination_group)
             if segments:
-                plan.pairings.append(GroupPairing(given, taken, tuple(_merge(segments))))
+                plan.pairings.append(GroupPairing(source_group, destination_group, tuple(_merge(segments))))
     return plan
 
 
 def missing_buffers(destination: KVCachePageTable, plans: Sequence[TransferPlan]) -> list[tuple[int, str]]:
-    """(global layer, role) of the buffers that the plans of all source ranks together do not fill wholly."""
+    """(global layer, role) of each buffer that the plans of all source ranks together do not fill completely."""
     table = instance(destination, KVCachePageTable, "destination")
     given = instances(plans, TransferPlan, "plans")
     missing: list[tuple[int, str]] = []
     for index, group in enumerate(table.layer_groups):
         for view in group.pool_views:
-            for piece in _pieces(group, view, table.pool(index, view), view.mapper_kind == FLAT):
-                brought = sum([plan.filled.get((piece.layer.global_id, piece.role), 0) for plan in given])
-                if brought != piece.size:
-                    missing.append((piece.layer.global_id, piece.role))
+            for span in _spans(group, view, table.pool(index, view), view.mapper_kind == FLAT):
+                copied = sum([plan.filled.get((span.layer.global_id, span.role), 0) for plan in given])
+                if copied != span.size:
+                    missing.append((span.layer.global_id, span.role))
     return missing
 
 
 def _transfer_plan(
     source: KVCachePageTable, destination: KVCachePageTable, pairings: list[GroupPairing], filled: dict[tuple[int, str], int]
 ) -> TransferPlan:
-    """The plan with these attributes."""
+    """Rebuild a plan for `TransferPlan.__reduce__`."""
     plan = TransferPlan(source, destination, pairings)
     plan.filled = filled
     return plan
 
 
-class _Piece(NamedTuple):
-    """A buffer (or, in a FLAT view, all of a layer) in the slots of a pool."""
+class _Span(NamedTuple):
+    """The bytes of a buffer (or, in a FLAT view, of a whole layer) in the slots of a pool."""
 
     layer: LocalLayer
     role: str
@@ -164,61 +167,64 @@ class _Piece(NamedTuple):
     splittable: bool
 
 
-def _pieces(group: LayerGroup, view: PoolView, pool: PhysicalPool, flat: bool) -> list[_Piece]:
-    """The buffers of a view; its layers as wholes if `flat`. Raises ConfigError if a layer does not lie in one piece then."""
+def _spans(group: LayerGroup, view: PoolView, pool: PhysicalPool, flat: bool) -> list[_Span]:
+    """The spans of a view's buffers, or of its whole layers if `flat`. Raises ConfigError if such a layer is not contiguous."""
     by_id = {layer.local_id: layer for layer in group.local_layers}
     label = "+".join(sorted(view.pool_role))
     if view.mapper_kind == FLAT:
         size = pool.slot_bytes // len(group.local_layers)
-        return [_Piece(layer, label, number * size, size, 1, False) for number, layer in enumerate(group.local_layers)]
+        return [_Span(layer, label, number * size, size, 1, False) for number, layer in enumerate(group.local_layers)]
     if not flat:
         return [
-            _Piece(by_id[entry.local_layer_id], entry.role, entry.offset, entry.size, entry.repetitions, True)
+            _Span(by_id[entry.local_layer_id], entry.role, entry.offset, entry.size, entry.repetitions, True)
             for entry in view.entries
         ]
-    wholes: list[_Piece] = []
+    spans: list[_Span] = []
     for local in view.layer_order:
         entries = sorted([(entry.offset, entry.size) for entry in view.entries if entry.local_layer_id == local])
         size = sum([nbytes for _offset, nbytes in entries])
         if entries[-1][0] + entries[-1][1] - entries[0][0] != size:
-            raise ConfigError(f"layer {by_id[local].global_id} does not lie in one piece, as the flat view of the other side needs")
-        wholes.append(_Piece(by_id[local], label, entries[0][0], size, 1, False))
-    return wholes
+            raise ConfigError(
+                f"the buffers of layer {by_id[local].global_id} are not contiguous, which the FLAT view of the other rank needs; "
+                "give both ranks INDEXED views"
+            )
+        spans.append(_Span(by_id[local], label, entries[0][0], size, 1, False))
+    return spans
 
 
-def _match_groups(plan: TransferPlan, given: int, taken: int) -> list[Segment]:
-    """The segments of all buffers that two layer groups have in common, by source pool and offset: addresses decide no order."""
+def _match_groups(plan: TransferPlan, source_group: int, destination_group: int) -> list[Segment]:
+    """The segments that two layer groups have in common, ordered by source pool and offset, independent of addresses."""
     found: list[tuple[int, int, Segment]] = []
-    for source_view in plan.source.layer_groups[given].pool_views:
-        for destination_view in plan.destination.layer_groups[taken].pool_views:
-            _match_views(plan, given, taken, source_view, destination_view, found)
+    for source_view in plan.source.layer_groups[source_group].pool_views:
+        for destination_view in plan.destination.layer_groups[destination_group].pool_views:
+            _match_views(plan, source_group, destination_group, source_view, destination_view, found)
     found.sort()
     return [segment for _pool, _offset, segment in found]
 
 
 def _match_views(
     plan: TransferPlan,
-    given: int,
-    taken: int,
+    source_group: int,
+    destination_group: int,
     source_view: PoolView,
     destination_view: PoolView,
     found: list[tuple[int, int, Segment]],
 ) -> None:
-    """Append (source pool, source offset, segment) of what two views have in common, and count it as brought."""
+    """Append (source pool, source offset, segment) of the bytes that two views have in common, and add them to `plan.filled`."""
     flat = FLAT in (source_view.mapper_kind, destination_view.mapper_kind)
     if flat and source_view.pool_role != destination_view.pool_role:
         return
-    source = plan.source.pool(given, source_view)
-    destination = plan.destination.pool(taken, destination_view)
-    wanted: dict[tuple[int, str], _Piece] = {}
-    for piece in _pieces(plan.destination.layer_groups[taken], destination_view, destination, flat):
-        wanted[(piece.layer.global_id, piece.role)] = piece
-    for piece in _pieces(plan.source.layer_groups[given], source_view, source, flat):
-        key = (piece.layer.global_id, piece.role)
+    source = plan.source.pool(source_group, source_view)
+    destination = plan.destination.pool(destination_group, destination_view)
+    wanted: dict[tuple[int, str], _Span] = {}
+    for span in _spans(plan.destination.layer_groups[destination_group], destination_view, destination, flat):
+        wanted[(span.layer.global_id, span.role)] = span
+    for span in _spans(plan.source.layer_groups[source_group], source_view, source, flat):
+        key = (span.layer.global_id, span.role)
         other = wanted.get(key)
         if other is None:
             continue
-        for source_offset, destination_offset, nbytes in _match_pieces(plan, given, taken, piece, other):
+        for source_offset, destination_offset, nbytes in _match_spans(plan, source_group, destination_group, span, other):
             segment = Segment(
                 source.base_address + source_offset,
                 source.slot_bytes,
@@ -230,51 +236,67 @@ def _match_views(
             plan.filled[key] = plan.filled.get(key, 0) + nbytes
 
 
-def _match_pieces(plan: TransferPlan, given: int, taken: int, piece: _Piece, other: _Piece) -> list[tuple[int, int, int]]:
-    """(source offset, destination offset, bytes) of what two ranks have in common of one buffer."""
+def _match_spans(
+    plan: TransferPlan, source_group: int, destination_group: int, span: _Span, other: _Span
+) -> list[tuple[int, int, int]]:
+    """(source offset, destination offset, bytes) of the parts of one buffer that two ranks have in common."""
     source, destination = plan.source, plan.destination
-    name = f"layer {piece.layer.global_id}, {piece.role}"
-    if source.layer_groups[given].recurrent != destination.layer_groups[taken].recurrent:
-        raise ConfigError(f"{name}: attention on one side, recurrent on the other")
-    head_order = source.layer_groups[given].head_order
-    if head_order != destination.layer_groups[taken].head_order and not source.layer_groups[given].recurrent:
-        raise ConfigError(f"{name}: the axes of a page are {head_order} on one side and not on the other")
+    name = f"layer {span.layer.global_id}, {span.role}"
+    if source.layer_groups[source_group].recurrent != destination.layer_groups[destination_group].recurrent:
+        raise ConfigError(f"{name}: attention on one rank, recurrent on the other; both must have the same kind of layer")
+    head_order = source.layer_groups[source_group].head_order
+    if head_order != destination.layer_groups[destination_group].head_order and not source.layer_groups[source_group].recurrent:
+        raise ConfigError(
+            f"{name}: head_order is {head_order!r} on the source only; build both page tables with the same head_order"
+        )
     if source.tensor_size == destination.tensor_size:
         if source.tensor_rank != destination.tensor_rank:
             return []
-        if piece.size != other.size or piece.repetitions != other.repetitions:
-            raise ConfigError(f"{name}: {piece.size} bytes in a block on one side, {other.size} on the other")
-        return [(piece.offset, other.offset, piece.size)]
-    if not (piece.splittable and other.splittable) or piece.layer.kv_heads == 0 or other.layer.kv_heads == 0:
-        raise ConfigError(f"{name}: cannot be split between {source.tensor_size} and {destination.tensor_size} ranks without heads")
-    return _split(name, plan, piece, other, head_order)
-
-
-def _split(name: str, plan: TransferPlan, piece: _Piece, other: _Piece, head_order: str) -> list[tuple[int, int, int]]:
-    """The heads that both ranks have, row by row: a row is a repetition (HND) or a token (NHD)."""
-    source, destination = plan.source, plan.destination
-    given_heads, taken_heads = piece.layer.kv_heads, other.layer.kv_heads
-    if given_heads * source.tensor_size != taken_heads * destination.tensor_size:
+        if span.size != other.size or span.repetitions != other.repetitions:
+            raise ConfigError(
+                f"{name}: {span.size} bytes in {span.repetitions} blocks of its own per block on the source, {other.size} bytes in "
+                f"{other.repetitions} on the destination; both must be equal"
+            )
+        return [(span.offset, other.offset, span.size)]
+    if not (span.splittable and other.splittable) or span.layer.kv_heads == 0 or other.layer.kv_heads == 0:
         raise ConfigError(
-            f"{name}: {source.tensor_size} ranks of {given_heads} heads are not {destination.tensor_size} ranks of {taken_heads}: "
-            "the heads must divide evenly"
+            f"{name}: cannot be split between {source.tensor_size} and {destination.tensor_size} ranks; "
+            "that needs INDEXED views and kv_heads in both page tables"
         )
-    rows = plan.source.tokens_per_block if head_order == TOKENS_FIRST else piece.repetitions
-    if piece.size % (rows * given_heads) != 0 or piece.size * taken_heads != other.size * given_heads:
-        raise ConfigError(f"{name}: {piece.size} bytes of {given_heads} heads and {other.size} of {taken_heads} do not match")
-    if piece.repetitions != other.repetitions:
-        raise ConfigError(f"{name}: {piece.repetitions} and {other.repetitions} blocks of its own in a block")
-    head_bytes = piece.size // (rows * given_heads)
-    beg = max(source.tensor_rank * given_heads, destination.tensor_rank * taken_heads)
-    end = min((source.tensor_rank + 1) * given_heads, (destination.tensor_rank + 1) * taken_heads)
+    return _split(name, plan, span, other, head_order)
+
+
+def _split(name: str, plan: TransferPlan, span: _Span, other: _Span, head_order: str) -> list[tuple[int, int, int]]:
+    """The parts with the heads that both ranks have, one per row. A row is a repetition (HND) or a token (NHD)."""
+    source, destination = plan.source, plan.destination
+    source_heads, destination_heads = span.layer.kv_heads, other.layer.kv_heads
+    if source_heads * source.tensor_size != destination_heads * destination.tensor_size:
+        raise ConfigError(
+            f"{name}: {source.tensor_size} ranks of {source_heads} heads are not {destination.tensor_size} ranks of "
+            f"{destination_heads}: the heads must divide evenly"
+        )
+    rows = plan.source.tokens_per_block if head_order == TOKENS_FIRST else span.repetitions
+    if span.size % (rows * source_heads) != 0 or span.size * destination_heads != other.size * source_heads:
+        raise ConfigError(
+            f"{name}: {span.size} bytes for {source_heads} heads on the source, {other.size} for {destination_heads} on the "
+            "destination; the bytes per head must be equal"
+        )
+    if span.repetitions != other.repetitions:
+        raise ConfigError(
+            f"{name}: {span.repetitions} of its own blocks per block on the source, {other.repetitions} on the destination; "
+            "they must be equal"
+        )
+    head_bytes = span.size // (rows * source_heads)
+    beg = max(source.tensor_rank * source_heads, destination.tensor_rank * destination_heads)
+    end = min((source.tensor_rank + 1) * source_heads, (destination.tensor_rank + 1) * destination_heads)
     if end <= beg:
         return []
-    source_skip = (beg - source.tensor_rank * given_heads) * head_bytes
-    destination_skip = (beg - destination.tensor_rank * taken_heads) * head_bytes
+    source_skip = (beg - source.tensor_rank * source_heads) * head_bytes
+    destination_skip = (beg - destination.tensor_rank * destination_heads) * head_bytes
     return [
         (
-            piece.offset + row * given_heads * head_bytes + source_skip,
-            other.offset + row * taken_heads * head_bytes + destination_skip,
+            span.offset + row * source_heads * head_bytes + source_skip,
+            other.offset + row * destination_heads * head_bytes + destination_skip,
             (end - beg) * head_bytes,
         )
         for row in range(rows)
@@ -282,7 +304,7 @@ def _split(name: str, plan: TransferPlan, piece: _Piece, other: _Piece, head_ord
 
 
 def _merge(segments: list[Segment]) -> list[Segment]:
-    """Segments that continue one another on both sides become one."""
+    """Merge segments that are adjacent on both sides."""
     merged: list[Segment] = []
     for segment in segments:
         if merged and _continues(merged[-1], segment):

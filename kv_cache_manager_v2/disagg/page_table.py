@@ -1,11 +1,11 @@
-"""Page tables: what a peer must know to read or write a request's pages by itself, for disaggregated serving.
+"""Page tables: what a peer needs to know to read or write a request's pages, for disaggregated serving.
 
-Rule: a table is built from the public descriptors alone (`pool_group_descs`, the configuration), holds numbers only, and means the
-same in another process. Blocks of a request are named by slot ids; a byte's address is
+A table is built from public descriptors alone (`pool_group_descs`, the configuration). It holds only numbers and strings, so it can
+be sent to another process. A request's blocks are identified by slot ids. The address of a byte is
 
     base_address of the pool + slot_bytes * slot id + offset of the buffer in the slot
 
-Which bytes of one table belong to which of another is decided once (`page_matching.match_page_tables`), not for every request.
+The tables of two ranks are matched once, by `page_matching.match_page_tables`, and not for every request.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.pools import PoolDesc, PoolGroupDesc, SlotDescVariant
 from kv_cache_manager_v2.manager import KVCacheManager
 
-FORMAT: Final = 1  # of the dictionaries
+FORMAT: Final = 1  # version of the format of `to_dict`
 
 INDEXED: Final = "INDEXED"  # a view that lists its buffers
-FLAT: Final = "FLAT"  # a view that lists none: its layers lie one after the other, in the group's order, all of the same size
+FLAT: Final = "FLAT"  # a view that lists none: its layers are contiguous, in the group's order, and equal in size
 
 TOKENS_FIRST: Final = "NHD"  # order of a page's axes: tokens, heads, head dimension
 HEADS_FIRST: Final = "HND"  # heads, tokens, head dimension
@@ -40,22 +40,22 @@ class BufferEntry(NamedTuple):
     local_layer_id: int
     role: str
     offset: int  # bytes from the start of the slot, in its pool
-    size: int  # bytes, all repetitions
-    repetitions: int  # blocks of the buffer's own in one block of the manager
+    size: int  # bytes, with all repetitions
+    repetitions: int  # how many of the buffer's own blocks make one block of the manager
 
 
 class LocalLayer(NamedTuple):
-    """A layer of this rank, and which layer of the whole model it is."""
+    """A layer of this rank, and its id in the whole model."""
 
     local_id: int
     global_id: int  # unique over all ranks
-    kv_heads: int  # on this rank; 0: nothing is known of heads, so its pages cannot be split
+    kv_heads: int  # on this rank; 0: unknown, so the layer's pages cannot be split between ranks
 
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PhysicalPool:
-    """Memory of one pool on the GPU."""
+    """The GPU memory of one pool."""
 
     base_address: int  # of slot 0
     slot_bytes: int
@@ -69,7 +69,7 @@ class PhysicalPool:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PhysicalPoolGroup:
-    """Pools in which a slot id names the same slot."""
+    """Pools that share their slot ids."""
 
     pools: tuple[PhysicalPool, ...]
 
@@ -77,16 +77,16 @@ class PhysicalPoolGroup:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PoolView:
-    """How a layer group divides the slots of one pool."""
+    """How the buffers of a layer group divide the slots of one pool."""
 
     pool_idx: int  # in the pool group
     entries: tuple[BufferEntry, ...]  # by offset; empty if FLAT
-    pool_role: frozenset[str]  # roles of its buffers: what a peer's views are matched by
+    pool_role: frozenset[str]  # roles of its buffers; a peer's FLAT view is matched by them
     mapper_kind: str = INDEXED
 
     @property
     def layer_order(self) -> list[int]:
-        """Local ids of the layers, by their smallest offset; empty if FLAT."""
+        """Local ids of the layers, ordered by their smallest offset; empty if FLAT."""
         first: dict[int, int] = {}
         for entry in self.entries:
             first[entry.local_layer_id] = min(entry.offset, first.get(entry.local_layer_id, entry.offset))
@@ -99,7 +99,7 @@ class LayerGroup:
     """Layers that share their page indices."""
 
     pool_group_idx: int  # position in the table's pool groups
-    recurrent: bool  # one live state a request, instead of a page a block
+    recurrent: bool  # one live state per request instead of one page per block
     sliding_window_size: int | None  # tokens; None: full attention, or recurrent
     head_order: str  # TOKENS_FIRST or HEADS_FIRST
     local_layers: tuple[LocalLayer, ...]
@@ -107,12 +107,12 @@ class LayerGroup:
 
     @property
     def kv_head_num_per_rank(self) -> int:
-        """Of its first layer."""
+        """KV heads of the group's first layer, on this rank."""
         return self.local_layers[0].kv_heads
 
 
 class MemoryRegion(NamedTuple):
-    """Memory that a transfer library has to register."""
+    """A memory range that a transfer library has to register."""
 
     name: str
     address: int
@@ -120,7 +120,7 @@ class MemoryRegion(NamedTuple):
 
 
 class SlotRegion(NamedTuple):
-    """A slot in one pool."""
+    """The memory of a slot in one pool."""
 
     address: int
     nbytes: int
@@ -131,36 +131,38 @@ class StateSection(NamedTuple):
 
     global_layer_id: int
     role: str
-    address: int  # in slot 0
-    stride: int  # bytes from slot to slot
+    address: int  # of slot 0
+    stride: int  # bytes from one slot to the next
     nbytes: int
 
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KVCachePageTable:
-    """Everything about a rank's pages on its GPU. Valid until the manager's GPU level is resized."""
+    """The layout of a rank's pages on its GPU. Valid until the GPU level of the manager is resized."""
 
     tokens_per_block: int
     layer_groups: tuple[LayerGroup, ...]  # by layer group id
     pool_groups: tuple[PhysicalPoolGroup, ...]
-    tensor_rank: int = 0  # which of `tensor_size` equal parts of the heads this rank has
+    tensor_rank: int = 0  # index of this rank's part, of `tensor_size` equal parts of the heads
     tensor_size: int = 1
 
     # --- extraction
 
     def pool(self, layer_group: SupportsIndex, view: PoolView) -> PhysicalPool:
-        """The memory that a view of a layer group divides."""
+        """The pool that a view of a layer group divides. Raises ConfigError for a view of another layer group."""
         pools = self._pools(self._group(layer_group))
         number = arguments.instance(view, PoolView, "view").pool_idx
         if not 0 <= number < len(pools):
-            raise ConfigError(f"view {view!r} is of pool {number}: layer group {layer_group} has {len(pools)} pools")
+            raise ConfigError(
+                f"view {view!r} is of pool {number}, but layer group {layer_group} has {len(pools)} pools; pass a view of the group"
+            )
         return pools[number]
 
     def slot_regions(self, layer_group: SupportsIndex, slot_ids: Integers) -> list[SlotRegion]:
-        """The whole slots of a request's blocks, pool by pool; absent ones (negative ids: out of the window) are left out.
+        """The memory of a request's slots, pool by pool. Negative ids (blocks outside the window) are left out.
 
-        Raises ConfigError (a ValueError) for a slot that the pools do not have. O(slots x pools).
+        O(slots x pools). Raises ConfigError (a ValueError) for a slot beyond the end of the pools.
         """
         group = self._group(layer_group)
         pools = self._pools(group)
@@ -178,10 +180,12 @@ class KVCachePageTable:
         for pool in self._pools(self._group(layer_group)):
             for slot in slots:
                 if slot >= pool.num_slots:
-                    raise ConfigError(f"slot {slot} of layer group {layer_group}: its pools have {pool.num_slots} slots")
+                    raise ConfigError(
+                        f"slot {slot} of layer group {layer_group} is out of range: its pools have {pool.num_slots} slots"
+                    )
 
     def memory_regions(self) -> list[MemoryRegion]:
-        """What to register before transfers, each range once: kv_cache_memory_pool0, ..."""
+        """The memory ranges to register before transfers, each once: kv_cache_memory_pool0, ..."""
         regions: list[MemoryRegion] = []
         seen: set[tuple[int, int]] = set()
         for group in self.pool_groups:
@@ -193,10 +197,10 @@ class KVCachePageTable:
         return regions
 
     def state_sections(self, layer_group: SupportsIndex) -> list[StateSection]:
-        """Where the state of each recurrent layer lies, buffer by buffer. Raises ConfigError for a layer group of attention."""
+        """The memory of each recurrent layer's state, buffer by buffer. Raises ConfigError for an attention layer group."""
         group = self._group(layer_group)
         if not group.recurrent:
-            raise ConfigError(f"layer group {layer_group} is not recurrent")
+            raise ConfigError(f"layer group {layer_group} is not recurrent; only recurrent layer groups have state sections")
         global_of = {layer.local_id: layer.global_id for layer in group.local_layers}
         sections: list[StateSection] = []
         for view in group.pool_views:
@@ -207,14 +211,16 @@ class KVCachePageTable:
         return sections
 
     def request_slots(self, cache: KVCache, beam: SupportsIndex = 0) -> list[list[int]]:
-        """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot.
+        """The slots of one beam of an ACTIVE request, by layer group and block ordinal. A recurrent group has one slot.
 
-        Of one beam: the blocks that a further beam shares with beam 0 are absent, so that each block is moved once. Raises
-        LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
+        An absent page has a negative id. For beams other than 0, blocks shared with beam 0 are absent, so that each block is copied
+        once. Raises LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
         """
         request = arguments.instance(cache, KVCache, "cache")
         if not request.is_active:
-            raise LogicError(f"request_slots() needs a cache that is ACTIVE: only there it has slots; {request!r}")
+            raise LogicError(
+                f"request_slots() needs an ACTIVE cache, since only that has slots on the GPU; resume {request!r} first"
+            )
         slots: list[list[int]] = []
         for index, group in enumerate(self.layer_groups):
             if group.recurrent:
@@ -235,7 +241,7 @@ class KVCachePageTable:
     # --- dictionaries
 
     def to_dict(self) -> dict[str, object]:
-        """Plain lists, strings and ints, good for JSON or msgpack; `from_dict` undoes it."""
+        """The table as plain lists, strings and ints, for JSON or msgpack. `from_dict` is the inverse."""
         return {
             "format": FORMAT,
             "tokens_per_block": self.tokens_per_block,
@@ -249,7 +255,7 @@ class KVCachePageTable:
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> KVCachePageTable:
-        """The table of a dictionary. Raises ConfigError for one that is not of this format."""
+        """Rebuild a table from `to_dict`. Raises ConfigError for a dictionary of another format."""
         fields = arguments.mapping(data, "data", "what `to_dict` gives")
         try:
             if fields["format"] != FORMAT:
@@ -266,7 +272,7 @@ class KVCachePageTable:
                 _number(fields["tensor_size"]),
             )
         except KeyError as error:
-            raise ConfigError(f"page table without {error}") from error
+            raise ConfigError(f"malformed page table: it has no field {error}") from error
         except (TypeError, IndexError) as error:
             raise ConfigError(f"malformed page table: {error}") from error
 
@@ -314,19 +320,19 @@ def _group_from_dict(data: object) -> LayerGroup:
 
 def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is no dictionary")
+        raise TypeError(f"{value!r} is not a dictionary")
     return value
 
 
 def _items(value: object) -> list[object]:
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{value!r} is not a list")
     return list(value)
 
 
 def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is no integer")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 
@@ -339,7 +345,7 @@ def _numbers(value: object, count: int) -> list[int]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 
@@ -349,13 +355,15 @@ def _text(value: object) -> str:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class LayerInfo:
-    """What the descriptors do not say about a layer."""
+    """Facts about a layer that the descriptors do not contain."""
 
-    global_id: int  # of the layer in the whole model
+    global_id: int  # id of the layer in the whole model
     kv_heads: int = 0  # on this rank; 0: unknown, its pages cannot be split between ranks
     window: int | None = None  # tokens
     recurrent: bool = False
-    repetitions: Mapping[str, int] = field(default_factory=dict)  # by role, where a buffer has blocks of its own; else 1
+    repetitions: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by role, for buffers that have blocks of their own; 1 for all others
 
     def __post_init__(self) -> None:
         arguments.flag(arguments.given(self, "recurrent"), "recurrent")
@@ -376,19 +384,19 @@ def build_page_table(
     tensor_size: SupportsIndex = 1,
     head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
-    """The page table of a rank, from the descriptors of its pool groups.
+    """Build the page table of a rank from the descriptors of its pool groups.
 
-    Raises ConfigError (a ValueError) for a layer without information, two layers with one global id, a layer group that no
-    descriptor names, a tensor rank out of range, or an unknown order of heads.
+    Raises ConfigError (a ValueError) for a layer that `layers` lacks, two layers with one global id, a layer group without a
+    descriptor, a tensor rank out of range, or an unknown head order.
     """
     given = arguments.instances(descs, PoolGroupDesc, "descs")
     block_length = arguments.at_least(tokens_per_block, "tokens_per_block", 1)
     rank, size = arguments.at_least(tensor_rank, "tensor_rank", 0), arguments.at_least(tensor_size, "tensor_size", 1)
     if rank >= size:
-        raise ConfigError(f"tensor_rank {rank} is out of range: tensor_size is {size}")
+        raise ConfigError(f"tensor_rank is {rank}; it must be below tensor_size, {size}")
     order = arguments.text(head_order, "head_order")
     if order not in (TOKENS_FIRST, HEADS_FIRST):
-        raise ConfigError(f"head_order {order!r} is unknown: it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
+        raise ConfigError(f"head_order is {order!r}; it must be {TOKENS_FIRST!r} or {HEADS_FIRST!r}")
     infos: dict[LayerId, LayerInfo] = {}
     for layer_id, info in arguments.mapping(layers, "layers", "layer ids to LayerInfo").items():
         infos[arguments.whole(layer_id, "a layer id of layers")] = arguments.instance(info, LayerInfo, f"layers[{layer_id!r}]")
@@ -404,7 +412,10 @@ def build_page_table(
     for group in groups:
         for layer in group.local_layers:
             if layer.global_id in owner:
-                raise ConfigError(f"layers {owner[layer.global_id]} and {layer.local_id} both have the global id {layer.global_id}")
+                raise ConfigError(
+                    f"layers {owner[layer.global_id]} and {layer.local_id} both have the global id {layer.global_id}; "
+                    "global ids must be unique"
+                )
             owner[layer.global_id] = layer.local_id
     pools = [
         PhysicalPoolGroup(tuple([PhysicalPool(pool.base_address, pool.slot_bytes, desc.num_slots) for pool in desc.pools]))
@@ -424,7 +435,7 @@ def _build_group(
         for layer, role in coalesced.buffer_ids:
             info = layers.get(layer)
             if info is None:
-                raise ConfigError(f"nothing is said about layer {layer}; `layers` has {sorted(layers)}")
+                raise ConfigError(f"`layers` has no entry for layer {layer}; it has {sorted(layers)}")
             local[layer] = info
             size = coalesced.single_buffer_size
             entries.append(BufferEntry(layer, role, offset, size, info.repetitions.get(role, 1)))
@@ -449,9 +460,10 @@ def page_table_of(
     tensor_size: SupportsIndex = 1,
     head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
-    """The page table of a manager. `kv_heads`: heads on this rank, of all attention layers or by layer; 0: unknown.
+    """Build the page table of a manager.
 
-    `global_ids`: which layer of the whole model each one is; by default its own id. Raises as `build_page_table`.
+    `kv_heads` is the number of KV heads on this rank, one for all attention layers or by layer; 0 means unknown. `global_ids` gives
+    the id of each layer in the whole model; by default that is its own id. Raises the errors of `build_page_table`.
     """
     owner = arguments.instance(manager, KVCacheManager, "manager")
     by_layer = _by_layer(kv_heads, "kv_heads") if isinstance(kv_heads, Mapping) else None
@@ -464,14 +476,14 @@ def page_table_of(
         heads = heads_of_all if by_layer is None else by_layer.get(layer.layer_id, 0)
         number = layer.layer_id if global_of is None else global_of.get(layer.layer_id)
         if number is None:
-            raise ConfigError(f"global_ids says nothing about layer {layer.layer_id}")
+            raise ConfigError(f"global_ids has no entry for layer {layer.layer_id}; it needs one for every layer")
         repetitions = {str(buffer.role): buffer.expansion(config.tokens_per_block) for buffer in layer.buffers}
         layers[layer.layer_id] = LayerInfo(number, 0 if recurrent else heads, layer.window_size, recurrent, repetitions)
     return build_page_table(owner.pool_group_descs, config.tokens_per_block, layers, tensor_rank, tensor_size, head_order)
 
 
 def _by_layer(values: object, name: str) -> dict[int, int]:
-    """Numbers by layer."""
+    """Validate a mapping of layers to non-negative integers. Raises ConfigError."""
     found: dict[int, int] = {}
     for layer_id, value in arguments.mapping(values, name, "layer ids to numbers").items():
         found[arguments.whole(layer_id, f"a layer id of {name}")] = arguments.at_least(value, f"{name}[{layer_id!r}]", 0)
@@ -479,14 +491,14 @@ def _by_layer(values: object, name: str) -> dict[int, int]:
 
 
 def _slots(values: object, name: str) -> list[int]:
-    """Slot ids, negative where a block has none."""
+    """Validate slot ids; negative ids are blocks without a slot. Raises ConfigError."""
     return [arguments.whole(item, name) for item in arguments.items_of(values, name, "slot ids")]
 
 
 def virtual_layer_id(model_layer: SupportsIndex, attention_type: SupportsIndex, num_attention_types: SupportsIndex) -> int:
-    """A global id for models in which one layer has several kinds of attention, each a layer of the manager.
+    """A global id for models in which one layer has several kinds of attention, each of which is a layer of the manager.
 
-    `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.
+    `num_attention_types` is the number of possible kinds, not of those in use, so that all ranks agree.
     """
     kind, count = (
         arguments.at_least(attention_type, "attention_type", 0),

@@ -104,11 +104,11 @@ def test_dictionaries_go_round(split: Split) -> None:
     ("change", "match"),
     [
         ({"format": 2}, "format 2"),
-        ({"tokens_per_block": "4"}, "'4' is no integer"),
-        ({"tensor_rank": True}, "True is no integer"),
-        ({"layer_groups": 3}, "3 is no list"),
-        ({"layer_groups": [3]}, "3 is no dictionary"),
-        ({"layer_groups": [{}]}, "without 'sliding_window_size'"),
+        ({"tokens_per_block": "4"}, "'4' is not an integer"),
+        ({"tensor_rank": True}, "True is not an integer"),
+        ({"layer_groups": 3}, "3 is not a list"),
+        ({"layer_groups": [3]}, "3 is not a dictionary"),
+        ({"layer_groups": [{}]}, "no field 'sliding_window_size'"),
         ({"pool_groups": [[[1, 2]]]}, "2 items, not 3"),
     ],
 )
@@ -118,7 +118,7 @@ def test_malformed_dictionaries_are_refused(change: dict[str, object], match: st
     with pytest.raises(ConfigError, match=match):
         KVCachePageTable.from_dict({**data, **change})
     del data["pool_groups"]
-    with pytest.raises(ValueError, match="without 'pool_groups'"):
+    with pytest.raises(ValueError, match="no field 'pool_groups'"):
         KVCachePageTable.from_dict(data)
     done(one)
 
@@ -162,19 +162,19 @@ def test_memory_is_registered_once() -> None:
 
 
 def test_layers_are_ordered_by_offset() -> None:
-    """By each layer's smallest offset, not by the order in which entries stand."""
+    """Layers are ordered by their smallest offset, not by the order of the entries."""
     entries = (BufferEntry(5, "key", 96, 32, 1), BufferEntry(7, "key", 32, 32, 1), BufferEntry(5, "value", 0, 32, 1))
     assert PoolView(0, entries, frozenset({"key", "value"})).layer_order == [5, 7]
     assert PoolView(0, (), frozenset({"key"}), "FLAT").layer_order == []
 
 
-def test_what_the_descriptors_do_not_say_must_be_said() -> None:
+def test_what_the_descriptors_lack_must_be_passed() -> None:
     """A layer without information, two layers with one global id, a layer group that no descriptor names, a bad rank or order."""
     with KVCacheManager(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=64)]), driver=EmulatedDriver()) as manager:
         descs = manager.pool_group_descs
         both = {LayerId(0): LayerInfo(0), LayerId(1): LayerInfo(1)}
         assert len(build_page_table(descs, 32, both).layer_groups) == 2
-        with pytest.raises(ConfigError, match="nothing is said about layer 1"):
+        with pytest.raises(ConfigError, match="no entry for layer 1"):
             build_page_table(descs, 32, {LayerId(0): LayerInfo(0)})
         with pytest.raises(ConfigError, match="layers 0 and 1 both have the global id 3"):
             build_page_table(descs, 32, {LayerId(0): LayerInfo(3), LayerId(1): LayerInfo(3)})

@@ -185,7 +185,7 @@ def test_v1_of_a_child_after_its_parent_went() -> None:
     assert stored(events[0]).parent_hash == 924206229973855
 
 
-def test_v1_falls_back_behind_a_digest(caplog: pytest.LogCaptureFixture) -> None:
+def test_v1_falls_back_after_a_digest(caplog: pytest.LogCaptureFixture) -> None:
     """A block with a digest and every descendant get the 64-bit SHA-256 form; one warning a manager."""
     tokens: list[Token] = [1, 2, digest(5), 3, 4, 5]
     manager = KVCacheEventManager(100, hash_algo="v1_block_key")
@@ -197,7 +197,7 @@ def test_v1_falls_back_behind_a_digest(caplog: pytest.LogCaptureFixture) -> None
     keys = [key for _part, key in sequence_to_blockchain_keys(2, None, tokens, "sha256")][1:]
     first = v1_block_hash([1, 2])
     assert [block.block_hash for block in stored(events[0]).blocks] == [first, short_hash(keys[1]), short_hash(keys[2])]
-    assert len([record for record in caplog.records if "v1 hash" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "cannot hash" in record.getMessage()]) == 1
 
 
 def test_the_trees_own_keys_are_computed_once() -> None:
@@ -240,7 +240,7 @@ def test_events_name_blocks_by_the_managers_keys(block_key_hash: str) -> None:
         assert brief(events_of(events)) == [("updated", 0, (key.hex(), 0, 1))]
 
 
-def test_an_unknown_key_of_another_hash_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_key_of_another_hash_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where manager and events were given different hashes, one warning says which; unknown keys are ignored."""
     events = KVCacheEventManager(100, hash_algo="v2_sha256")
     with Rig(small(4), events=events) as rig:
@@ -252,8 +252,8 @@ def test_an_unknown_key_of_another_hash_is_said_once(caplog: pytest.LogCaptureFi
             events.add_removed_event(key)
             events.add_updated_event(key, KVCacheEventDiff(0, 1))
         assert events_of(events) == []
-    [line] = [record.getMessage() for record in caplog.records if "set both to the same hash" in record.getMessage()]
-    assert "sha256 keys (hash_algo='v2_sha256'), the manager blake3" in line
+    [line] = [record.getMessage() for record in caplog.records if "set both to one hash" in record.getMessage()]
+    assert "sha256 keys (hash_algo='v2_sha256'), the manager uses blake3" in line
 
 
 def test_one_default_event_manager_for_managers_of_two_hashes_is_refused() -> None:
@@ -264,5 +264,5 @@ def test_one_default_event_manager_for_managers_of_two_hashes_is_refused() -> No
         events_of(events)
     with Rig(small(4), events=events):
         pass  # as an engine does that builds its manager again
-    with pytest.raises(ConfigError, match="an event manager of its own"):
+    with pytest.raises(ConfigError, match="give each manager its own event manager"):
         Rig(dataclasses.replace(small(4), block_key_hash="sha256"), events=events)
