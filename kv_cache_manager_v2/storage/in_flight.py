@@ -194,9 +194,12 @@ class TransfersInFlight:
             self._spent_points.append(batch.end)
 
     def forget_spent_gates(self) -> None:
-        """Release the gates that no stream has to run past any more."""
+        """Release the gates that no stream has to run past any more, and that no copy of what they carried still asks."""
+        if not self._spent_gates:
+            return
+        asked = [transfer.gate for transfer in self._transfers if transfer.is_copy]
         for index in range(len(self._spent_gates) - 1, -1, -1):
-            if self._timeline.done(self._spent_points[index]):
+            if self._spent_gates[index] not in asked and self._timeline.done(self._spent_points[index]):
                 self._driver.release_gate(self._spent_gates[index])
                 del self._spent_gates[index]
                 del self._spent_points[index]

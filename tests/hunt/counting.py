@@ -19,6 +19,7 @@ from tests.hunt.setups import Setup, draw, manager_config
 FOREVER: Final = 1 << 40
 TIMES: Final = (1, 2, FOREVER)
 SCRIPT: Final = """
+create write fill write commit
 create create write commit write commit decode fork write widen write converge create write stop plan write batch
 suspend prefetch create write commit write write write resume resume move_stream write commit advance rewind disagg
 commit own_rows hold_view write ask ask ask statistics drop_handle create write commit fork resume decode suspend

@@ -45,6 +45,7 @@ WEIGHTS: Final = {
     "batch": 6,
     "resize_level": 2,
     "grow_and_shrink": 0,
+    "fill": 0,
     "adjust": 1,
     "clear": 1,
     "flush": 3,

@@ -114,12 +114,8 @@ class WholeManager(RequestGrowth):
             if not isinstance(found.__cause__, PageDataLostError) or not self.disturbed:
                 raise
         if count is None:
-            count = 0
-            for r in chosen:
-                if r.cache.capacity != r.capacity:
-                    count += 1
-                else:
-                    break
+            changed = [number for number, r in enumerate(chosen) if r.cache.capacity != r.capacity]
+            count = changed[-1] + 1 if changed else 0
         done = chosen[:count]
         for r in done:
             r.capacity = r.written + 1
