@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import GATE_DONE, Driver
 from kv_cache_manager_v2.ids import Stream
 
@@ -83,6 +84,9 @@ class FreeDriver(Driver):
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
         return 0
+
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
+        return True  # no byte is moved
 
     def wait_gate(self, stream: Stream, gate: int) -> None: ...
 

@@ -24,6 +24,7 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
 _PATH: Final = "path"
+_CHECKSUM: Final = "checksum"
 _ROLE: Final = "role"
 _OVERRIDE: Final = "tokens_per_block_override"
 _WINDOW: Final = "sliding_window_size"
@@ -139,9 +140,14 @@ class HostCacheTierConfig(CacheTierConfig):
 @mypyc_attr(native_class=False)
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
-    """Files in one directory; they have no name, so nothing is left behind."""
+    """Files in one directory. They have no name, so nothing remains after the process.
+
+    Each page has a checksum in memory, made when it is written and compared when it is read. A page that differs is lost: its
+    cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` (or "none") saves the time.
+    """
 
     path: str  # an existing directory
+    checksum: str | None = "xxh3"  # or None
 
     def validate(self) -> None:
         super().validate()
@@ -151,6 +157,11 @@ class DiskCacheTierConfig(CacheTierConfig):
         self.path = str(path)
         if not os.path.isdir(self.path):
             raise ConfigError(f"path of DiskCacheTierConfig is {self.path!r}; it must be an existing directory")
+        checksum = given(self, _CHECKSUM)
+        if checksum == "none":
+            self.checksum = None
+        elif checksum is not None and checksum != "xxh3":
+            raise ConfigError(f'checksum of DiskCacheTierConfig is {shown(checksum)}; it must be "xxh3", or None for no checksums')
 
     @property
     def tier(self) -> CacheTier:

@@ -17,6 +17,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.os_memory import (
     PAGE_BYTES,
@@ -354,6 +355,17 @@ class DiskArena(Arena):
         super().__init__(slot_bytes)
         self.path = path
         self.fd = _open_unnamed(path)
+        self.checksums: FileChecksums | None = None  # None: its bytes are not checked
+        self._driver: Driver | None = None  # that makes and compares them
+
+    def protect(self, driver: Driver) -> None:
+        """Let file transfers make and compare checksums from now on. The arena has no slots yet."""
+        checksums = FileChecksums(self.slot_bytes)
+        if driver.protect_file(self.fd, checksums):
+            self.checksums = checksums
+            self._driver = driver
+        else:
+            _log.warning("this driver makes no checksums, pages on disk are not checked: %s", driver.describe())
 
     def address(self, slot: int) -> int:
         return slot * self.slot_bytes
@@ -362,6 +374,11 @@ class DiskArena(Arena):
         return os.fstat(self.fd).st_size // self.slot_bytes
 
     def _change(self, num_slots: int) -> None:
+        self._change_file(num_slots)
+        if self.checksums is not None:
+            self.checksums.resize(num_slots)
+
+    def _change_file(self, num_slots: int) -> None:
         old, new = os.fstat(self.fd).st_size, num_slots * self.slot_bytes
         if new <= old:
             try:
@@ -387,6 +404,9 @@ class DiskArena(Arena):
 
     def _free_all(self) -> None:
         fd = self.fd
+        if self._driver is not None:
+            self._driver.unprotect_file(fd)
+            self._driver = None
         self.fd = -1  # the descriptor is gone even if the system reports an error
         if fd >= 0:
             os.close(fd)

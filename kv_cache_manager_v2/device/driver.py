@@ -15,6 +15,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import Stream
 
@@ -163,6 +164,18 @@ class Driver(ABC):
         """As `read_files`, from host memory into the file ranges."""
         for i in range(len(offsets)):
             gates.append(self.write_file(stream, fd, offsets[i], addresses[i], nbytes))
+
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
+        """Transfers of this descriptor make and compare these checksums, until `unprotect_file`. Whether the driver does that.
+
+        A driver that does it lets `FileChecksums.move` carry out the transfers. A read of damaged bytes then ends in GATE_FAILED.
+        O(1), no call of the device.
+        """
+        return False
+
+    def unprotect_file(self, fd: int) -> None:
+        """The descriptor is about to be closed. Transfers in flight keep their checksums. O(1), no call of the device."""
+        return
 
     @abstractmethod
     def wait_gate(self, stream: Stream, gate: int) -> None:

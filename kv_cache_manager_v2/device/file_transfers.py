@@ -18,6 +18,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from kv_cache_manager_v2.device.checksums import FileChecksums, FileMover
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 
@@ -58,6 +59,7 @@ class Transfer:
         self.address = address  # in host memory
         self.nbytes = nbytes
         self.writes = writes  # memory to file, else file to memory
+        self.checksums: FileChecksums | None = None  # of the file; None: its bytes are not checked
         self.state = GATE_PENDING
         self.error = ""  # what went wrong; empty while pending and when done
         self.deadline_s = 0.0  # monotonic clock; set when the pool starts it
@@ -68,7 +70,13 @@ class Transfer:
 
     def perform(self) -> str:
         """Move the bytes; blocks. Returns what went wrong, empty for nothing."""
-        return move_file_range(self.fd, self.offset, self.address, self.nbytes, self.writes)
+        return self.move_with(move_file_range)
+
+    def move_with(self, mover: FileMover) -> str:
+        """Move the bytes by this function, with the checksums of the file; blocks. Returns what went wrong, empty for nothing."""
+        if self.checksums is None:
+            return mover(self.fd, self.offset, self.address, self.nbytes, self.writes)
+        return self.checksums.move(mover, self.fd, self.offset, self.address, self.nbytes, self.writes)
 
     def opened(self) -> None:
         """The gate has just opened: called exactly once, with no lock held, on the thread that opened it. Must not raise."""

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Final, SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, octets, positive, text, whole
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.device.process import PROCESS, forked_error
@@ -359,25 +360,28 @@ class EmulatedDriver(IdentifyingDriver):
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
         gates: list[int] = []
-        self._transfer_files("read_file", stream, fd, [offset], [address], nbytes, gates)
+        self.read_files(stream, fd, [offset], [address], nbytes, gates)
         return gates[0]
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
         gates: list[int] = []
-        self._transfer_files("write_file", stream, fd, [offset], [address], nbytes, gates)
+        self.write_files(stream, fd, [offset], [address], nbytes, gates)
         return gates[0]
 
     def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
-        self._transfer_files("read_file", stream, fd, offsets, addresses, nbytes, gates)
+        self._enter("read_file")
+        self._files.submit("read_file", self._queue("read_file", stream), fd, offsets, addresses, nbytes, gates)
 
     def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
-        self._transfer_files("write_file", stream, fd, offsets, addresses, nbytes, gates)
+        self._enter("write_file")
+        self._files.submit("write_file", self._queue("write_file", stream), fd, offsets, addresses, nbytes, gates)
 
-    def _transfer_files(
-        self, call: str, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
-    ) -> None:
-        self._enter(call)
-        self._files.submit(call, self._queue(call, stream), fd, offsets, addresses, nbytes, gates)
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
+        self._files.checksums[fd] = checksums
+        return True
+
+    def unprotect_file(self, fd: int) -> None:
+        self._files.checksums.pop(fd, None)
 
     def wait_gate(self, stream: Stream, gate: int) -> None:
         self.wait_gates(stream, [gate])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import GATE_PENDING
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.faults import EFFECT_SHORT, FaultPlan
@@ -19,6 +20,7 @@ class FileTransfers:
 
     def __init__(self, schedule: Schedule, space: AddressSpace, failures: FaultPlan, hangs: FaultPlan, numbers: count[int]) -> None:
         self.by_gate: dict[int, EmulatedTransfer] = {}  # by gate handle; never used twice
+        self.checksums: dict[int, FileChecksums] = {}  # by file descriptor
         self._schedule = schedule
         self._space = space
         self._failures = failures
@@ -39,8 +41,10 @@ class FileTransfers:
         self._check(call, fd, offsets, addresses, nbytes)
         transfers: list[EmulatedTransfer] = []
         refusal: BaseException | None = None
+        checksums = self.checksums.get(fd)
         for i in range(len(offsets)):
             transfer = self._schedule.new_transfer(fd, offsets[i], addresses[i], nbytes, call == "write_file", self._space)
+            transfer.checksums = checksums
             if self._failures.armed or self._hangs.armed:
                 refusal = self._order_faults(call, transfer)
                 if refusal is not None:

@@ -63,6 +63,8 @@ class EmulatedTransfer(Transfer):
             self.space.check_host(f"{call}, when it ran", self.address, nbytes)
         if not (self.broken or self.short):
             return super().perform()
+        if self.writes and self.checksums is not None:
+            self.checksums.invalidate(self.offset, nbytes)
         # what a device does before it fails: some of the work
         error = move_file_range(self.fd, self.offset, self.address, nbytes // 2, self.writes)
         if self.broken:

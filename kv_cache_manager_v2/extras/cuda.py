@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import SupportsFloat, SupportsIndex
 
 from kv_cache_manager_v2.arguments import at_least, function, positive, whole
+from kv_cache_manager_v2.device.checksums import FileChecksums, FileMover
 from kv_cache_manager_v2.device.driver import GATE_PENDING, IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, TransferPool, move_file_range
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import CudaContext, load_bindings
 from kv_cache_manager_v2.extras.cuda_gates import GateWords
-from kv_cache_manager_v2.extras.cuda_io import CudaTransfers, FileMover
+from kv_cache_manager_v2.extras.cuda_io import CudaTransfers
 from kv_cache_manager_v2.extras.cuda_memory import CudaMemory
 from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
 from kv_cache_manager_v2.ids import INT32_MAX, Stream
@@ -167,6 +168,13 @@ class CudaDriver(IdentifyingDriver):
 
     def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
         gates += self._transfers.submit(stream, fd, offsets, addresses, nbytes, writes=True)
+
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
+        self._transfers.checksums[fd] = checksums
+        return True
+
+    def unprotect_file(self, fd: int) -> None:
+        self._transfers.checksums.pop(fd, None)
 
     def wait_gate(self, stream: Stream, gate: int) -> None:
         transfer = self._transfers.gate(gate)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from kv_cache_manager_v2.device.checksums import FileChecksums, FileMover
 from kv_cache_manager_v2.device.driver import GATE_PENDING
 from kv_cache_manager_v2.device.file_transfers import Transfer, TransferPool, move_file_range
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_gates import GateWords, Word
 from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
 from kv_cache_manager_v2.ids import Stream
-
-FileMover = Callable[[int, int, int, int, bool], str]  # as move_file_range: what went wrong, empty for nothing
 
 POLL_FIRST_SECONDS: Final = 0.00005  # between two looks at the events; doubled while none of them moves ...
 POLL_LAST_SECONDS: Final = 0.001  # ... up to this, which costs a waiting stream little and the interpreter next to nothing
@@ -41,7 +40,7 @@ class CudaTransfer(Transfer):
         self.is_released = False
 
     def perform(self) -> str:
-        return self.refusal or self._transfers.move(self.fd, self.offset, self.address, self.nbytes, self.writes)
+        return self.refusal or self.move_with(self._transfers.move)
 
     def opened(self) -> None:
         self._transfers.open(self)
@@ -68,6 +67,7 @@ class CudaTransfers:
         self._pool: Final = pool
         self.words: Final = words
         self.move: Final = move
+        self.checksums: dict[int, FileChecksums] = {}  # by file descriptor
         self._gates: dict[int, CudaTransfer] = {}  # not yet released
         self._next_gate = 1
         self._opened = threading.Condition()  # guards gates, their words and flags
@@ -126,10 +126,12 @@ class CudaTransfers:
             return []
         event = self._streams.create_event()
         transfers: list[CudaTransfer] = []
+        checksums = self.checksums.get(fd)
         try:
             self._streams.record_event(event, stream)
             for offset, address in zip(offsets, addresses, strict=True):
                 transfers.append(CudaTransfer(self, fd, offset, address, nbytes, writes))
+                transfers[-1].checksums = checksums
         except BaseException:
             self._streams.destroy_event(event)
             for transfer in transfers:

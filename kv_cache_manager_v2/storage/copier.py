@@ -19,6 +19,7 @@ import logging
 from typing import Final
 
 from kv_cache_manager_v2.device.arenas import Arena
+from kv_cache_manager_v2.device.checksums import EXTENT_BYTES
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
@@ -28,8 +29,9 @@ from kv_cache_manager_v2.storage.copy_batch import CopyBatch, Segment, StagedCop
 from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
 
 NUM_STREAMS: Final = 4  # batches take turns, so that one does not often wait for an unrelated one
-PIECE_BYTES: Final = 1 << 20  # a slot larger than this passes in several pieces; smaller ones share one, so a file read that hangs
-# keeps no more than this of the ring
+# A slot larger than this passes in several pieces; smaller ones share one, so a file read that hangs keeps no more than this of the
+# ring. File transfers move whole extents, because each extent has a checksum.
+PIECE_BYTES: Final = EXTENT_BYTES
 MOST_STAGED_COPIES: Final = 4  # pieces of staging that a batch uses at once: enough to keep the threads that move files busy, and
 # so few that the processor's caches hold them until they are used again ...
 MOST_READS: Final = 2  # ... which for file reads is not more often than this: one that hangs spoils what follows in the same memory

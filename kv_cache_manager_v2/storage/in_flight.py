@@ -11,6 +11,9 @@ A batch of copies that the device refused is abandoned: its slots and staging pi
 
 from __future__ import annotations
 
+import logging
+from typing import Final
+
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT, Driver
 from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
@@ -18,6 +21,8 @@ from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.copy_batch import CopyBatch, Transfer
 from kv_cache_manager_v2.storage.page import PINNED, Page
+
+_log: Final = logging.getLogger(__name__)
 
 
 class TransfersInFlight:
@@ -142,6 +147,7 @@ class TransfersInFlight:
     def _note_loss(self, transfer: Transfer) -> None:
         error = self._driver.gate_error(transfer.gate)
         self.last_error = error if error else "a file read that timed out may have written into another transfer's staging memory"
+        _log.error("the bytes of a page are lost: %s", self.last_error)
         for other in self._transfers:  # itself, and copies of what it carried
             page = other.page
             if other.gate == transfer.gate and page is not None:

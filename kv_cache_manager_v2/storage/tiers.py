@@ -95,14 +95,23 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """Files in a directory."""
+    """Files in a directory, with a checksum of what lies in each slot unless the configuration says otherwise."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, driver: Driver, config: DiskCacheTierConfig) -> None:
         super().__init__(CacheTier.DISK, True, False)
-        self._path = path
+        self._driver = driver
+        self._path = config.path
+        self._checksum = config.checksum
 
     def make_arena(self, slot_bytes: int) -> Arena:
-        return DiskArena(slot_bytes, self._path)
+        arena = DiskArena(slot_bytes, self._path)
+        if self._checksum is not None:
+            try:
+                arena.protect(self._driver)
+            except BaseException:
+                arena.close()
+                raise
+        return arena
 
 
 # --- which configurations have which tier
@@ -120,7 +129,7 @@ def _host(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
 
 def _disk(driver: Driver, sizing: LevelSizing, config: CacheTierConfig) -> Tier:
     assert isinstance(config, DiskCacheTierConfig)
-    return DiskTier(config.path)
+    return DiskTier(driver, config)
 
 
 _MAKERS: Final[dict[type, TierMaker]] = {GpuCacheTierConfig: _device, HostCacheTierConfig: _host, DiskCacheTierConfig: _disk}

@@ -54,9 +54,14 @@ class HostCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
-    """Files in one directory; they have no name, so nothing is left behind."""
+    """Files in one directory. They have no name, so nothing remains after the process.
+
+    Each page has a checksum in memory, made when it is written and compared when it is read. A page that differs is lost: its
+    cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` (or "none") saves the time.
+    """
 
     path: str
+    checksum: str | None = "xxh3"
 
     def validate(self) -> None: ...
     @property

@@ -91,6 +91,22 @@ def test_tiers(tmp_path: Path) -> None:
         DiskCacheTierConfig(1, str(missing))
 
 
+def test_checksums_of_a_disk_tier(tmp_path: Path) -> None:
+    """On unless they are switched off; an unknown name is refused, also one that was assigned later."""
+    path = str(tmp_path)
+    config = DiskCacheTierConfig(1, path)
+    assert config.checksum == "xxh3"
+    assert DiskCacheTierConfig(1, path, "xxh3") == config
+    assert DiskCacheTierConfig(1, path, None).checksum is None
+    assert DiskCacheTierConfig(1, path, "none") == DiskCacheTierConfig(1, path, None)
+    for wrong in ("crc32c", "", 0, False, ["xxh3"]):
+        with pytest.raises(ConfigError, match=r'checksum of DiskCacheTierConfig is .*; it must be "xxh3", or None'):
+            DiskCacheTierConfig(1, path, wrong)  # type: ignore[arg-type]
+    config.checksum = "md5"
+    with pytest.raises(ConfigError, match="'md5'"):
+        config.validate()
+
+
 def test_what_is_no_list_of_the_right_records_is_named() -> None:
     """One record in the place of a list, or something else in a list, is refused with the field, the value and what is right."""
     gpu, layer, buffer = GpuCacheTierConfig(MIB), attention(0, 64), BufferConfig("key", 64)

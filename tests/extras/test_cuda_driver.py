@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import builtins
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT
+from kv_cache_manager_v2.device.file_transfers import move_file_range
 from kv_cache_manager_v2.errors import (
     ConfigError,
     CuError,
@@ -480,6 +483,39 @@ class TestTransfers:
             driver.read_files(Stream(0), 0, [0, 1], [0, 0], 1, gates)
         driver.read_files(Stream(0), 0, [], [], 1, gates)
         assert gates == []
+
+    def test_damaged_bytes_fail_their_gate(self, make: Make) -> None:
+        """The function that moves the bytes may be the engine's own; the sums are made and compared around it."""
+        moved: list[bool] = []
+
+        def move(fd: int, offset: int, address: int, nbytes: int, writes: bool) -> str:
+            moved.append(writes)
+            return move_file_range(fd, offset, address, nbytes, writes)
+
+        _scene, driver = make(move=move)
+        host, file = HostBuffer(driver, 8192), TemporaryFile(bytes(200))
+        host.write(pattern(200))
+        checksums = FileChecksums(100)
+        checksums.resize(2)
+        assert driver.protect_file(file.fd, checksums)
+        gates: list[int] = []
+        driver.write_files(Stream(0), file.fd, [0, 100], [host.address, host.address + 100], 100, gates)
+        driver.synchronize()
+        os.pwrite(file.fd, bytes([pattern(200)[150] ^ 1]), 150)
+        driver.read_files(Stream(0), file.fd, [0, 100], [host.address, host.address + 100], 100, gates)
+        driver.synchronize()
+        assert [driver.poll_gate(gate) for gate in gates] == [GATE_DONE, GATE_DONE, GATE_DONE, GATE_FAILED]
+        assert "offset 100" in driver.gate_error(gates[3])
+        assert "bytes 100 to 200 of the file are damaged" in driver.gate_error(gates[3])
+        assert moved == [True, True, False, False]
+        driver.unprotect_file(file.fd)
+        gates.append(driver.read_file(Stream(0), file.fd, 100, host.address, 100))
+        driver.synchronize()
+        assert driver.poll_gate(gates[4]) == GATE_DONE
+        for gate in gates:
+            driver.release_gate(gate)
+        file.close()
+        host.close()
 
     def test_a_device_that_fails_before_a_transfer_fails_its_gate(self, make: Make) -> None:
         """The file is not touched, the gate opens, and the error says what the device said."""

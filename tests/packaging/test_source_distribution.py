@@ -20,6 +20,7 @@ NEEDED = (
     "kv_cache_manager_v2/layout/life_cycle.py",
     "stubs/kv_cache_manager_v2-stubs/errors.pyi",
     "stubs/blake3/__init__.pyi",
+    "stubs/xxhash/__init__.pyi",
     "tests/conftest.py",
 )
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
+from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.ids import Stream
 
 GATE_PENDING: Final = 0
@@ -139,6 +140,16 @@ class Driver(ABC):
 
     def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
         """As `read_files`, from host memory into the file ranges."""
+
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
+        """Transfers of this descriptor make and compare these checksums, until `unprotect_file`. Whether the driver does that.
+
+        A driver that does it lets `FileChecksums.move` carry out the transfers. A read of damaged bytes then ends in GATE_FAILED.
+        O(1), no call of the device.
+        """
+
+    def unprotect_file(self, fd: int) -> None:
+        """The descriptor is about to be closed. Transfers in flight keep their checksums. O(1), no call of the device."""
 
     @abstractmethod
     def wait_gate(self, stream: Stream, gate: int) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import SupportsFloat, SupportsIndex
 
+from kv_cache_manager_v2.device.checksums import FileChecksums, FileMover
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAULT_TIMEOUT_S, move_file_range
-from kv_cache_manager_v2.extras.cuda_io import FileMover
 from kv_cache_manager_v2.ids import Stream
 
 class CudaDriver(IdentifyingDriver):
@@ -72,6 +72,8 @@ class CudaDriver(IdentifyingDriver):
     def write_files(
         self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
     ) -> None: ...
+    def protect_file(self, fd: int, checksums: FileChecksums) -> bool: ...
+    def unprotect_file(self, fd: int) -> None: ...
     def wait_gate(self, stream: Stream, gate: int) -> None: ...
     def poll_gate(self, gate: int) -> int: ...
     def gate_error(self, gate: int) -> str: ...

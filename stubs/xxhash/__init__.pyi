@@ -1,0 +1,3 @@
+# The call of xxhash that we use. The compiled build sees no installed package, so that it does not depend on what is installed.
+
+def xxh3_64_intdigest(data: memoryview, seed: int = 0) -> int: ...
