@@ -89,6 +89,7 @@ class Base:
         self.lenient = False  # lengths that a refused call has changed are taken over
         self.trace: list[str] | None = None  # what was called, for who looks into a finding
         self.outcomes: Counter[str] = Counter()
+        self.refused = False  # the latest call
         self.armed = False
         self.disturbed = False  # ever
         self.holding = setup.schedule != "threads"  # whose streams are late anyway
@@ -111,10 +112,13 @@ class Base:
     def attempt(self, request: Request | None, call: Callable[..., T], *arguments: object) -> T | None:
         """The answer of one public call, or None where an error that a fault explains came instead; then nothing has changed."""
         self.operations += 1
+        self.refused = True
         if self.trace is not None:
             self.trace.append(f"{self.operations}: {request} {getattr(call, '__qualname__', call)} {arguments}")
         try:
-            return call(*arguments)
+            answer = call(*arguments)
+            self.refused = False
+            return answer
         except PageDataLostError as error:
             if not self.disturbed:
                 raise Found(f"a loss without a fault: {error}") from error

@@ -105,7 +105,7 @@ class RequestGrowth(RequestLife):
         if request.named:
             return
         if request.cache.num_committed_tokens == request.committed:
-            if not self.armed:
+            if not self.refused:
                 raise Found("a commit did nothing")
             return
         request.committed += count
