@@ -140,7 +140,7 @@ def make_driver(device: str) -> Driver:
         from kv_cache_manager_v2 import EmulatedDriver
 
         return EmulatedDriver()
-    from kv_cache_manager_v2.device.default import default_driver
+    from kv_cache_manager_v2.default_device import default_driver
 
     return default_driver()
 

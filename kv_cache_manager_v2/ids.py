@@ -1,4 +1,4 @@
-"""Ids, enums and constants: the vocabulary of every floor.
+"""Ids, enums and constants: the vocabulary of every room.
 
 Rule: an id is a plain int at run time. What the user brings (layers, roles, streams) is plain for the type checker too; what
 we hand out has a type of its own, so that a life cycle is never used as a pool group. Calling a NewType costs nothing once

@@ -29,7 +29,7 @@ from kv_cache_manager_v2.arguments import (
     unsigned,
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
-from kv_cache_manager_v2.device.default import default_driver
+from kv_cache_manager_v2.default_device import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.diagnostics import debug_wanted

@@ -19,6 +19,7 @@ PACKAGE: Final = "kv_cache_manager_v2"
 # old path -> new path, both below the package
 RENAMED: Final = {
     "counters": "statistics",
+    "device.default": "default_device",
     "event_blocks": "events.blocks",
     "event_hashes": "events.hashes",
     "event_mirror": "events.mirror",

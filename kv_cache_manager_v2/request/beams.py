@@ -49,11 +49,11 @@ def _widen(request: Request, width: int) -> None:
             need[table.pool_group] += extra if page is not None else 0
     if request.recurrent is not None:
         need[request.recurrent.pool_group] += extra
-    shortage = shared.hierarchy.acquire(need, [])
+    reservation = Reservation(shared, request.stream)
+    shortage = reservation.make_free(need, [])
     if shortage is not None:
         request.last_shortage = shortage
         raise OutOfPagesError(f"no pages for beam width {width}: {shortage}")
-    reservation = Reservation(shared, request.stream)
     with reservation:
         _queue_copies(request, reservation, first, extra)
     tables: list[BlockTable] = []

@@ -80,7 +80,7 @@ def _resize(request: Request, change: _Change, priorities: list[int]) -> bool:
     point = shared.timeline.record(request.stream) if change.needs_point() else NULL_POINT
     reservation = Reservation(shared, request.stream)
     change.reuse_pages(reservation)
-    shortage = shared.hierarchy.acquire(change.need, []) if any(change.need) else None
+    shortage = reservation.make_free(change.need, []) if any(change.need) else None
     if shortage is not None:
         if change.fits_once_windows_move():
             advance_history(request, min(change.history, request.capacity), point)

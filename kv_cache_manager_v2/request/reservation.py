@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
 from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.planner import Shortage
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.request.manager_state import ManagerState
@@ -42,6 +43,13 @@ class Reservation:
             self.release()
 
     # --- reserve
+
+    def make_free(self, need: list[int], load: list[Page]) -> Shortage | None:
+        """Make need[g] GPU slots of each pool group free, and bring pages that the request holds to the GPU.
+
+        On a Shortage nothing has changed. Costs what `Hierarchy.acquire` costs.
+        """
+        return self.shared.hierarchy.acquire(need, load)
 
     def reserve(self, life_cycle: int, pool_group: int, priority: int) -> Page:
         """Take a page to be used again, or a free GPU slot; there is one, since the caller has made them free."""

@@ -77,14 +77,13 @@ class _Start:
         recurrent = request.recurrent
         if recurrent is not None and recurrent.page is None:
             need[recurrent.pool_group] += 1
-        hierarchy = request.shared.hierarchy
-        shortage = hierarchy.acquire(need, pages)
+        shortage = self.reservation.make_free(need, pages)
         if shortage is not None and shortage.permanent:
             self._choose_taken()
             if self.taken:
                 for page in self.taken:
                     need[page.pool_group] -= 1
-                shortage = hierarchy.acquire(need, pages)
+                shortage = self.reservation.make_free(need, pages)
         return shortage
 
     def _borrowed(self) -> list[Page]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2.build import cuda_problem
-from kv_cache_manager_v2.device.default import default_driver
+from kv_cache_manager_v2.default_device import default_driver
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, DeviceUnavailableError
 

@@ -1,4 +1,4 @@
-"""Integer arithmetic that every floor shares.
+"""Integer arithmetic that all rooms share.
 
 Rule: sizes and counts are exact ints; no float takes part in a decision about memory.
 """

@@ -1,9 +1,9 @@
-"""Why the reuse of a prompt ended where it did.
+"""Explains why the reuse of a prompt ended where it did.
 
-Rule: an explanation is found by a second look at the tree; requests record nothing for it. Only drops have to be recorded: with
-`miss_history=N` the latest N are, by block key, with the time and the cache level.
+An explanation comes from a second search of the tree, so requests record nothing for it. Dropped blocks are the exception, since
+the tree no longer has them: `miss_history=N` records the latest N drops by block key, with their time and cache level.
 
-Time is `RadixTree.clock`: the number of blocks that ever entered the tree.
+Time is logical: `RadixTree.clock`, the number of blocks added to the tree so far.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.reuse.tree import RadixTree
 
 class MissCause(Enum):
-    """What ended the reuse; the first that applies, in this order."""
+    """Why reuse ended. Where several causes apply, the first in this order is reported."""
 
     NOTHING_MISSED = "nothing missed"
     UNSETTLED = "unsettled"
@@ -31,7 +31,7 @@ class MissCause(Enum):
 
 @dataclass(frozen=True)
 class MissReport:
-    """How far a prompt is reusable, and why not further. `str()` says it in a sentence."""
+    """How far a prompt is reusable, and why not further. `str()` gives one sentence."""
 
     num_tokens: int
     num_lookup_tokens: int
@@ -46,7 +46,7 @@ class MissReport:
     scope: ReuseScope | None = None
 
 class Drop:
-    """One page or block that was dropped."""
+    """The drop of one page or block."""
 
     clock: int
     life_cycle: int
@@ -56,7 +56,7 @@ class Drop:
     def __init__(self, clock: int, life_cycle: int, level: int, num_bytes: int) -> None: ...
 
 class MissHistory(CacheListener):
-    """The latest drops by key, the oldest removed first. O(1) for each drop, plus computing its block's key."""
+    """A listener that records the latest `limit` drops by block key. O(1) per drop, plus computing the block's key."""
 
     limit: int
 
@@ -68,10 +68,10 @@ class MissHistory(CacheListener):
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None: ...
     def block_removed(self, block: CachedBlock) -> None: ...
     def find(self, key: bytes, life_cycle: int = -1) -> Drop | None:
-        """When a block, or one page of it, was last dropped."""
+        """The latest recorded drop of a block, or of its page in one life cycle."""
 
     def lengths(self, most: int) -> list[int]:
-        """The different lengths of dropped blocks up to `most`, ascending; bytes of packed tokens. O(different lengths)."""
+        """The distinct lengths of recorded blocks up to `most` bytes of packed tokens, ascending. O(distinct lengths)."""
 
 def explain(
     tree: RadixTree,
@@ -82,4 +82,4 @@ def explain(
     history: MissHistory | None,
     tiers: list[CacheTier],
 ) -> MissReport:
-    """Why `match` with the same arguments finds no more. Changes nothing. O(prompt), plus one match for each other scope."""
+    """Explain why `match` with the same arguments finds no more. Changes nothing. O(prompt), plus one match per other scope."""

@@ -1,13 +1,13 @@
-"""Chained block keys: the names by which the outside knows cached blocks, and the scopes that keep tenants apart.
+"""Chained block keys, by which events, routers and probes name cached blocks; and the scopes that separate tenants.
 
-Rule: a key names a block for events, routers and probes by key. It never decides a match of tokens. It is computed once, on demand.
+A key names a block. It never decides a match, which compares tokens. It is computed once, on demand.
 
-Framing, so that an engine can compute the same keys. Scope bytes: a mask byte (bit 0: lora_id given, bit 1: salt given), then each
-given field as 8 bytes, little-endian, unsigned. Root key: hash of the scope bytes. Block key: hash of the parent's key and the
-block's tokens. An id is 4 bytes, little-endian. A digest depends on the hash:
+An engine can compute the same keys. This is the framing of the hashed bytes. Scope bytes: a mask byte (bit 0: lora_id given, bit 1:
+salt given), then each given field as 8 bytes, little-endian, unsigned. Root key: hash of the scope bytes. Block key: hash of the
+parent's key and the block's tokens. An id is 4 bytes, little-endian. The framing of a digest depends on the hash:
 
     blake3    the word 0x80000000 (no id has its top bit set), then the 32 bytes: different tokens always give different input
-    sha256    the 32 bytes alone, as other systems do: a digest can have the bytes of eight ids, and then two blocks share a key
+    sha256    the 32 bytes alone, as in other systems: a digest may have the bytes of eight ids, and then two blocks share a key
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from kv_cache_manager_v2.reuse.tokens import Tokens
 KEY_BYTES: Final = 32
 
 class ReuseScope:
-    """Who may share cached blocks: requests of equal LoRA id and equal salt. None is a value of its own, different from 0."""
+    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0."""
 
     lora_id: Final[int | None]
     salt: Final[int | None]
@@ -29,10 +29,10 @@ class ReuseScope:
     def __iter__(self) -> Iterator[int | None]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, position: SupportsIndex) -> int | None:
-        """As of the tuple (lora_id, salt)."""
+        """Index the tuple (lora_id, salt)."""
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the tuple (lora_id, salt) too."""
+        """A scope also equals the tuple (lora_id, salt)."""
 
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[ReuseScope], tuple[int | None, int | None]]: ...
@@ -40,10 +40,10 @@ class ReuseScope:
 ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]
 
 def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
-    """The scope that a caller means: a ReuseScope, a tuple (lora_id, salt), or None for no LoRA and no salt."""
+    """Convert an argument to a scope: a ReuseScope, a tuple (lora_id, salt), or None for neither. Raises ConfigError."""
 
 class BlockKeys(ABC):
-    """The hash chain over one choice of hash function."""
+    """A chain of block keys with one hash function."""
 
     name: str
 
@@ -53,7 +53,7 @@ class BlockKeys(ABC):
         """The 32-byte hash of some bytes."""
 
     def root_key(self, scope: ReuseScope) -> bytes:
-        """The key that a scope's first block is chained to."""
+        """The key that precedes the first block of a scope in the chain."""
 
     @abstractmethod
     def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
@@ -61,7 +61,7 @@ class BlockKeys(ABC):
 
     @abstractmethod
     def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
-        """`block_key` of the first ends[0], ends[1], ... bytes of some packed tokens; `ends` ascend. O(bytes + ends)."""
+        """The `block_key` of each prefix of `tokens` that ends at one of `ends`, which ascend. O(bytes + ends)."""
 
 class Blake3Keys(BlockKeys):
     """BLAKE3, 256 bits: the default. Tokens are hashed as they are packed, so no two blocks share a key."""
@@ -71,19 +71,19 @@ class Blake3Keys(BlockKeys):
     def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]: ...
 
 class Sha256Keys(BlockKeys):
-    """SHA-256: for exchange with systems that name blocks by SHA-256 chains. Two blocks may share a key: see the framing above."""
+    """SHA-256, for exchange with systems that use SHA-256 chains. Two blocks may share a key: see the framing above."""
 
     def digest(self, data: bytes) -> bytes: ...
     def block_key(self, parent_key: bytes, tokens: bytes) -> bytes: ...
     def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]: ...
 
 def make_block_keys(name: str) -> BlockKeys:
-    """The hash chain by the name of its hash, as the configuration gives it. Raises ConfigError for an unknown one."""
+    """The key chain for a value of `block_key_hash`. Raises ConfigError for an unknown one."""
 
 def sequence_to_blockchain_keys(
     tokens_per_block: SupportsIndex, reuse_scope: ScopeLike | None, tokens: Tokens, block_key_hash: str = "blake3"
 ) -> Iterator[tuple[list[int | bytes], bytes]]:
-    """The keys of a prompt's blocks, lazily: first ([], root key), then (tokens of the block, key), the last block possibly short.
+    """Yield the keys of a prompt's blocks: first ([], root key), then (tokens, key) of each block. The last block may be partial.
 
-    Takes the same tokens as `pack`; a digest is returned as its 32 bytes. Raises ConfigError before the first item.
+    Accepts the same tokens as `pack`. A digest is returned as its 32 bytes. Raises ConfigError at the call, before any item.
     """

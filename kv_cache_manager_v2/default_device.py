@@ -1,7 +1,7 @@
 """Which device a manager runs on when the user names none.
 
-Rule: never a silent fallback. KVCM_DEVICE says "cuda" (also when unset) or "emulated"; without a usable GPU the error names
-both ways out. The CUDA driver is an extra and stays out of the compiled group: it is imported by name, and only here.
+KVCM_DEVICE says "cuda" (also when unset) or "emulated"; there is no silent fallback. Without a usable GPU the error names both ways
+out. The CUDA driver is an extra that is not compiled: it is imported by name, and only here.
 """
 
 from __future__ import annotations
