@@ -30,6 +30,7 @@ from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.ids import CacheTier, LifeCycleId
 from kv_cache_manager_v2.layout.life_cycle import NEVER
 from tests.charter.toys import ChunkedLayerConfig, ChunkedLifeCycle, OnloadCounter, PlainCacheTierConfig
+from tests.manager.engine import Token
 from tests.manager.helpers import GRAIN, Rig, attention, model, slot_size, small, toks
 
 PLAIN = CacheLevel(2)
@@ -49,6 +50,20 @@ def chunked(layer: int, size: int, chunk: int) -> ChunkedLayerConfig:
 def open_plain_files() -> int:
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     return sum("plain-tier" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def seed(rig: Rig, prompts: Sequence[Sequence[Token]], chunk: int | None = None) -> None:
+    """Have the prompts cached, one after the other: no page waits for a file when the next one needs its slot."""
+    for prompt in prompts:
+        rig.seed(list(prompt), chunk=chunk)
+        rig.driver.synchronize()
+
+
+def reuse(rig: Rig, prompts: Sequence[Sequence[Token]]) -> None:
+    """Each prompt is found whole, and its bytes are right."""
+    for prompt in prompts:
+        assert rig.extend([*prompt, 7]) == len(prompt)
+        rig.driver.synchronize()
 
 
 # --- a tier
@@ -71,14 +86,11 @@ def test_pages_pass_through_a_tier_from_outside_with_their_bytes(tmp_path: Path,
     """Cached pages go from the GPU down through all four levels, and come back from each of them right."""
     with Rig(four_tiers(tmp_path), *schedule_of(schedule)) as rig:
         prompts = [toks(1000 * number, 1000 * number + 16) for number in range(7)]
-        for prompt in prompts:
-            rig.seed(prompt)
+        seed(rig, prompts)
         movement = rig.manager.movement
         for level in range(3):
             assert movement.pages_moved(level, level + 1) > 0
-        rig.driver.synchronize()
-        for prompt in reversed(prompts):
-            assert rig.extend([*prompt, 7]) == 16
+        reuse(rig, prompts[::-1])
         assert movement.pages_moved(PLAIN, 0) > 0
         assert movement.pages_moved(DISK, 0) > 0
         assert sum(movement.lost) == 0
@@ -91,8 +103,8 @@ def test_a_suspended_request_survives_in_a_tier_from_outside(tmp_path: Path, sch
         first = rig.start()
         assert first.advance(toks(0, 24), commit=False)
         first.suspend()
-        for number in range(1, 4):
-            rig.seed(toks(1000 * number, 1000 * number + 32))
+        rig.driver.synchronize()
+        seed(rig, [toks(1000 * number, 1000 * number + 32) for number in range(1, 4)])
         assert rig.manager.movement.pages_moved(1, PLAIN) > 0
         assert first.resume()
         first.check()
@@ -106,9 +118,7 @@ def test_a_tier_from_outside_is_resized_and_closed(tmp_path: Path) -> None:
     with Rig(four_tiers(tmp_path)) as rig:
         assert open_plain_files() == before + 1
         prompts = [toks(1000 * number, 1000 * number + 16) for number in range(6)]
-        for prompt in prompts:
-            rig.seed(prompt)
-        rig.driver.synchronize()
+        seed(rig, prompts)
         config = rig.config.cache_tiers[PLAIN]
         assert config.granularity() == 1 << 16
         assert rig.manager.resize(PLAIN, config.quota // 2)
@@ -116,8 +126,7 @@ def test_a_tier_from_outside_is_resized_and_closed(tmp_path: Path) -> None:
         rig.settle()
         assert rig.manager.resize(PLAIN, config.quota * 2)
         assert rig.counts(PLAIN).total == 16
-        for prompt in prompts:
-            assert rig.extend([*prompt, 7]) == 16
+        reuse(rig, prompts)
     assert open_plain_files() == before
 
 
@@ -239,11 +248,8 @@ def test_a_life_cycle_and_a_tier_from_outside_together(tmp_path: Path, schedule:
     config = four_tiers(tmp_path, [chunked(0, size, 8)])
     with Rig(config, *schedule_of(schedule)) as rig:
         prompts = [toks(1000 * number, 1000 * number + 20) for number in range(8)]
-        for prompt in prompts:
-            rig.seed(prompt, chunk=4)
-        rig.driver.synchronize()
-        for prompt in prompts:
-            assert rig.extend([*prompt, 7]) == 20
+        seed(rig, prompts, 4)
+        reuse(rig, prompts)
         assert rig.manager.movement.pages_moved(PLAIN, 0) > 0
 
 
@@ -273,14 +279,11 @@ def test_a_counter_from_outside_equals_the_recount(tmp_path: Path, with_events: 
     counter = OnloadCounter(4, events)
     with Rig(four_tiers(tmp_path), events=counter) as rig:
         prompts = [toks(1000 * number, 1000 * number + 16) for number in range(7)]
-        for prompt in prompts:
-            rig.seed(prompt)
+        seed(rig, prompts)
         movement = rig.manager.movement
         before = list(counter.onloaded)
         moved = [movement.pages_moved(level, 0) for level in range(4)]
-        rig.driver.synchronize()
-        for prompt in prompts[:3]:
-            assert rig.extend([*prompt, 7]) == 16
+        reuse(rig, prompts[:3])
         assert sum(counter.onloaded) > sum(before)
         for level in range(1, 4):
             assert counter.onloaded[level] - before[level] == movement.pages_moved(level, 0) - moved[level]
