@@ -1,7 +1,4 @@
-"""Which build of the package is running, and on which devices it could run.
-
-Rule: facts about the installation only; nothing here touches a device unless it is asked to look for one.
-"""
+"""Which build of the package is running, and on which devices it can run."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ COMPILED: Final[bool] = not __file__.endswith(".py")
 
 
 class BuildInfo(NamedTuple):
-    """What `build_info` says."""
+    """The result of `build_info`."""
 
     version: str
     compiled: bool  # by mypyc; False when interpreted
-    drivers: tuple[str, ...]  # device drivers at hand: "emulated" always, "cuda" where a GPU can be used
+    drivers: tuple[str, ...]  # available device drivers: "emulated" always, "cuda" if a GPU can be used
 
 
 def cuda_problem() -> str:
-    """Why no CUDA device can be used here, or the empty string. Initialises the CUDA driver if there is one."""
+    """Why no CUDA device can be used; empty if one can. Initialises the CUDA driver if it is installed."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -39,6 +36,6 @@ def cuda_problem() -> str:
 
 
 def build_info() -> BuildInfo:
-    """Version, compiled or interpreted, and the device drivers at hand. Takes milliseconds: it looks for a GPU at every call."""
+    """The version, the build and the available device drivers. Takes milliseconds, since every call looks for a GPU."""
     drivers = ("emulated",) if cuda_problem() else ("emulated", "cuda")
     return BuildInfo(VERSION, COMPILED, drivers)

@@ -1,7 +1,7 @@
-"""What the user configures: memory tiers, layers and their buffers, and the knobs of the manager.
+"""The configuration of a manager: memory tiers, layers and their buffers, and parameters.
 
-Rule: a configuration that exists is valid. Each record checks itself on construction, and `validate()` checks again whatever was
-assigned since; both raise `ConfigError` with the field, its value and what would be right. Sizes are bytes, lengths are tokens.
+Each record is validated on construction. `validate()` does so again, after fields were assigned. Both raise `ConfigError` with the
+field, its value and what is right. Sizes are in bytes, lengths in tokens.
 
 The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
 """
@@ -48,29 +48,29 @@ _FLAGS: Final = (
 )
 
 
-# The checks read and write fields by name: whatever a user assigned is an `object` until it was checked, also where the compiled
-# build would refuse to read it as the type that it should have.
+# The checks read and write fields by name: an assigned value is an `object` until it is checked. The compiled build would raise its
+# own TypeError if it read a field of the wrong type as an attribute.
 
 
 def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
-    """Make the field an int from `low` to 2**63 - 1; any integer type is accepted (numpy's too), bool is not."""
+    """Convert the field to an int from `low` to 2**63 - 1. Every integer type is accepted (numpy's too), bool is not."""
     setattr(record, field, at_least(given(record, field), f"{field}{owner}", low))
 
 
 def _check_flag(record: object, field: str) -> None:
-    """Refuse a field that is neither True nor False."""
+    """Raise ConfigError unless the field is True or False."""
     flag(given(record, field), field)
 
 
 def _check_kind(record: object, field: str, kind: type, owner: str = "") -> None:
-    """Refuse a field that is neither None nor such a record."""
+    """Raise ConfigError unless the field is None or an instance of `kind`."""
     value = given(record, field)
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a {kind.__name__}, or None")
 
 
 def _check_list(record: object, field: str, kind: type, owner: str = "") -> None:
-    """Refuse a field that is not a list of such records: one of them alone, or something else among them."""
+    """Raise ConfigError unless the field is a sequence of instances of `kind`."""
     value = given(record, field)
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a list of {kind.__name__}")
@@ -80,7 +80,7 @@ def _check_list(record: object, field: str, kind: type, owner: str = "") -> None
 
 
 def _check_real(record: object, field: str) -> float:
-    """Make the field a float, and return it."""
+    """Convert the field to a float, and return it."""
     number = real(given(record, field), field)
     setattr(record, field, number)
     return number
@@ -97,9 +97,9 @@ def tier_granularity(tier: CacheTier, quota: int) -> int:
 @mypyc_attr(native_class=False)
 @dataclass
 class CacheTierConfig(ABC):
-    """One level of memory: its kind and how many bytes all pools of the level may take together."""
+    """One cache level: its kind of memory, and the bytes that all of its pools may use together."""
 
-    quota: int  # bytes; rounded up to whole grains (on the GPU 2 MiB or more), and to the minimum: see strict_quota
+    quota: int  # bytes; rounded up to the tier's granularity (on the GPU 2 MiB or more) and to the minimum: see strict_quota
 
     def __post_init__(self) -> None:
         self.validate()
@@ -140,14 +140,14 @@ class HostCacheTierConfig(CacheTierConfig):
 @mypyc_attr(native_class=False)
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
-    """Files in one directory. They have no name, so nothing remains after the process.
+    """Files in one directory. The files have no names, so none remains after the process has ended.
 
-    Each page has a checksum in memory, made when it is written and compared when it is read. A page that differs is lost: its
-    cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` (or "none") saves the time.
+    A checksum of each page is computed when the page is written, kept in memory, and compared when it is read. If it differs, the
+    page is lost: its cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` turns this off.
     """
 
     path: str  # an existing directory
-    checksum: str | None = "xxh3"  # or None
+    checksum: str | None = "xxh3"  # "xxh3", or None ("none") for no checksums
 
     def validate(self) -> None:
         super().validate()
@@ -171,12 +171,12 @@ class DiskCacheTierConfig(CacheTierConfig):
 @mypyc_attr(native_class=False)
 @dataclass
 class BufferConfig:
-    """One buffer of a layer: the bytes that it needs for one block."""
+    """One buffer of a layer, and its size for one block."""
 
     role: DataRole
     size: int  # bytes for one block, of the buffer's own length if that is overridden
     tokens_per_block_override: int | None = (
-        None  # the buffer's kernel uses smaller blocks: so many tokens each; divides tokens_per_block
+        None  # tokens in one of the buffer's own blocks, if its kernel needs shorter ones; must divide tokens_per_block
     )
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class BufferConfig:
             _check_whole(self, _OVERRIDE, 1, owner)
 
     def expansion(self, tokens_per_block: SupportsIndex) -> int:
-        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
+        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
         length = at_least(tokens_per_block, "tokens_per_block", 1)
         override = self.tokens_per_block_override
         if override is None:
@@ -234,7 +234,7 @@ class LayerConfig(ABC):
 
     @abstractmethod
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
-        """Layers with equal keys form one layer group. The kinds here answer (is attention, window or 0, sink blocks)."""
+        """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
 
 
 @mypyc_attr(native_class=False)
@@ -243,7 +243,7 @@ class AttentionLayerConfig(LayerConfig):
     """A layer of full attention, or of sliding-window attention with optional sinks."""
 
     sliding_window_size: int | None = None  # tokens that a query sees, itself included, sinks excluded; None: all
-    num_sink_tokens: int | None = None  # first tokens that every query sees; only with a window
+    num_sink_tokens: int | None = None  # first tokens, which every query sees; only with a window
 
     def validate(self) -> None:
         super().validate()
@@ -255,7 +255,7 @@ class AttentionLayerConfig(LayerConfig):
             if self.num_sink_tokens != 0 and self.sliding_window_size is None:
                 raise ConfigError(
                     f"num_sink_tokens of layer {self.layer_id} is {self.num_sink_tokens} without a window; "
-                    "set sliding_window_size, or leave the sinks out: full attention sees every token anyway"
+                    "set sliding_window_size, or omit the sinks: full attention sees every token anyway"
                 )
 
     @property
@@ -278,7 +278,7 @@ class SsmLayerConfig(LayerConfig):
             if buffer.tokens_per_block_override is not None:
                 raise ConfigError(
                     f"tokens_per_block_override of buffer {buffer.role!r} of SSM layer {self.layer_id} is "
-                    f"{buffer.tokens_per_block_override}; a state does not consist of blocks, leave it out"
+                    f"{buffer.tokens_per_block_override}; a state does not consist of blocks, so it must be omitted"
                 )
 
     @property
@@ -295,8 +295,8 @@ class SsmLayerConfig(LayerConfig):
 class KVCacheDesc:
     """The shape of one request in a batch, in tokens."""
 
-    capacity: int  # history and all inputs of the next step
-    history_length: int  # tokens whose keys and values are settled
+    capacity: int  # history and all input of the next step
+    history_length: int  # positions that have no query in the next step
 
     def __post_init__(self) -> None:
         self.validate()
@@ -313,7 +313,7 @@ class KVCacheDesc:
 @mypyc_attr(native_class=False)
 @dataclass
 class BatchDesc:
-    """Requests that are to be on the GPU together; they share the first `system_prompt_length` tokens."""
+    """Requests that must fit the GPU together. They share their first `system_prompt_length` tokens."""
 
     kv_caches: Sequence[KVCacheDesc]
     system_prompt_length: int = 0
@@ -331,9 +331,9 @@ class BatchDesc:
 @mypyc_attr(native_class=False)
 @dataclass
 class SwaScratchReuseConfig:
-    """Blocks that leave every window within one prefill step borrow parts of shared slots instead of taking slots of their own."""
+    """Blocks that leave the window within one prefill step share scratch slots instead of using slots of their own."""
 
-    max_rewind_len: int = 0  # tokens at the end of a step that may be taken back (rejected drafts); they never lie in scratch
+    max_rewind_len: int = 0  # tokens at the end of a step that may be rejected (drafts); they never use scratch slots
 
     def __post_init__(self) -> None:
         self.validate()
@@ -345,30 +345,30 @@ class SwaScratchReuseConfig:
 @mypyc_attr(native_class=False)
 @dataclass
 class KVCacheManagerConfig:
-    """Everything that a manager is built from. The manager keeps a deep copy."""
+    """The complete configuration of a manager. The manager keeps a deep copy."""
 
     tokens_per_block: int
     cache_tiers: Sequence[CacheTierConfig]  # warm to cold; the first is the GPU
     layers: Sequence[LayerConfig]
-    max_util_for_resume: float = 0.97  # a request is not resumed while a GPU pool group is used beyond this
+    max_util_for_resume: float = 0.97  # resume() refuses a request while a larger share of a GPU pool group is unavailable
     enable_partial_reuse: bool = True  # a match may end inside a block
-    reuse_match_backoff: int = 0  # tokens at the end of a match that are computed again
+    reuse_match_backoff: int = 0  # tokens at the end of a match that are left unused
     constraints: Sequence[BatchDesc] = ()  # batches that must always fit the GPU
-    typical_step: BatchDesc | None = None  # the batch whose proportions the pools get
+    typical_step: BatchDesc | None = None  # the batch that decides the initial proportions of the pool groups
     initial_pool_ratio: Sequence[float] | None = None  # one weight per layer group, in first-seen order of the layers
     swa_scratch_reuse: SwaScratchReuseConfig | None = None
-    commit_min_snapshot: bool = False  # commit only what reuse at the committed count needs; SSM layers require it
+    commit_min_snapshot: bool = False  # commit only pages that reuse at the committed length needs; required by SSM layers
     enable_stats: bool = True
     text_only: bool = False  # the caller promises that no token is a digest
-    rebalance_min_sampled_kv_caches: int = 2000  # closed requests before the first adjustment
-    rebalance_cooldown_secs: float = 120.0  # between two adjustments
-    rebalance_target_ratio_update_interval: int = 100  # closed requests between two computations of the target
-    rebalance_ratio_threshold: float = 1.25  # target / current share beyond which an adjustment is due
-    rebalance_moving_average_decay: float = 0.9999  # weight of the past in the averages of lengths
-    block_key_hash: str = "blake3"  # hash of the block keys that the outside sees: "blake3" or "sha256"
-    strict_quota: bool = False  # a quota below its minimum is an error instead of being raised
-    miss_history: int = 0  # drops that are remembered, for `explain_miss`; each costs the key of what is dropped
-    commit_stats_on_close: bool = False  # a request that closes commits its counts; else they are lost unless it did so before
+    rebalance_min_sampled_kv_caches: int = 2000  # closed requests before the first adjustment of the pool ratio
+    rebalance_cooldown_secs: float = 120.0  # seconds between two adjustments
+    rebalance_target_ratio_update_interval: int = 100  # closed requests between two computations of the target ratio
+    rebalance_ratio_threshold: float = 1.25  # target / current share above which an adjustment is due
+    rebalance_moving_average_decay: float = 0.9999  # weight of earlier requests in the moving averages of lengths
+    block_key_hash: str = "blake3"  # hash function of the block keys: "blake3" or "sha256"
+    strict_quota: bool = False  # raise ConfigError for a quota below its minimum, instead of raising the quota with a warning
+    miss_history: int = 0  # latest drops to record for `explain_miss`; each costs the computation of a block key
+    commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
 
     def __post_init__(self) -> None:
         self.validate()
@@ -378,18 +378,18 @@ class KVCacheManagerConfig:
         return self.swa_scratch_reuse is not None
 
     def copy(self) -> KVCacheManagerConfig:
-        """A deep copy: nothing is shared with this one."""
+        """A deep copy, which shares nothing with this configuration."""
         return copy.deepcopy(self)
 
     def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
-        """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
+        """A copy without one tier. Raises ConfigError for the GPU tier, which every cache needs."""
         left_out = instance(tier, CacheTier, "tier")
         if left_out == CacheTier.GPU_MEM:
-            raise ConfigError("the GPU_MEM tier cannot be left out; pages are used only there")
+            raise ConfigError("the GPU_MEM tier cannot be omitted: requests use pages on the GPU only")
         return dataclasses.replace(self.copy(), cache_tiers=[t for t in self.cache_tiers if t.tier != left_out]).copy()
 
     def validate(self) -> None:
-        """Check everything, also what was assigned after construction. Raises ConfigError."""
+        """Validate all fields, including those assigned after construction. Raises ConfigError."""
         _check_whole(self, "tokens_per_block", 1)
         self._validate_tiers()
         self._validate_layers()
@@ -417,13 +417,14 @@ class KVCacheManagerConfig:
     def _validate_tiers(self) -> None:
         _check_list(self, "cache_tiers", CacheTierConfig)
         if len(self.cache_tiers) == 0 or self.cache_tiers[0].tier != CacheTier.GPU_MEM:
-            raise ConfigError("cache_tiers must begin with a GpuCacheTierConfig")
+            first = self.cache_tiers[0].tier.name if self.cache_tiers else "nothing"
+            raise ConfigError(f"cache_tiers begins with {first}; it must begin with a GpuCacheTierConfig")
         warmest = CacheTier.GPU_MEM
         for tier_config in self.cache_tiers:
             tier_config.validate()
             if tier_config.tier < warmest:
                 raise ConfigError(
-                    f"cache_tiers has {tier_config.tier.name} behind {warmest.name}; "
+                    f"cache_tiers has {tier_config.tier.name} after {warmest.name}; "
                     "list the tiers from warm to cold: GPU, host, disk"
                 )
             warmest = tier_config.tier
@@ -431,7 +432,7 @@ class KVCacheManagerConfig:
     def _validate_layers(self) -> None:
         _check_list(self, "layers", LayerConfig)
         if len(self.layers) == 0:
-            raise ConfigError("layers is empty; a model has at least one layer")
+            raise ConfigError("layers is empty; it must have at least one layer")
         seen: set[int] = set()
         for layer in self.layers:
             layer.validate()
@@ -443,7 +444,7 @@ class KVCacheManagerConfig:
             if isinstance(layer, SsmLayerConfig) and not self.commit_min_snapshot:
                 raise ConfigError(
                     f"commit_min_snapshot is False, but layer {layer.layer_id} is an SSM layer; set commit_min_snapshot=True: "
-                    "a recurrent state is reusable only where a commit left a snapshot of it"
+                    "a recurrent state can be reused only at positions where a commit made a snapshot"
                 )
 
     def _validate_ratio(self) -> None:

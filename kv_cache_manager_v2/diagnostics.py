@@ -1,7 +1,4 @@
-"""What can be asked of the package, and of all managers of this process together.
-
-Rule: each call asks every living manager in turn; the same questions exist on each manager.
-"""
+"""Questions about the package, and about all managers of this process. Each `KVCacheManager` has the same questions."""
 
 from __future__ import annotations
 
@@ -12,25 +9,25 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.request.call import poison_of, take_poison_of
 from kv_cache_manager_v2.request.live_managers import LIVE
 
-BACKEND: Final[str] = "mypyc" if COMPILED else "python"  # what runs this package
-DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # either set to 1: check every structure after every public call
+BACKEND: Final[str] = "mypyc" if COMPILED else "python"  # how this package runs
+DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # if one is set to 1, every public call checks every structure
 
 
 def debug_wanted() -> bool:
-    """Whether the environment asks for checks of every structure after every public call."""
+    """Whether the environment turns on checks of every structure after every public call."""
     return any(os.environ.get(name) == "1" for name in DEBUG_VARIABLES)
 
 
-NDEBUG: Final[bool] = not debug_wanted()  # as of the import; a manager looks when it is made
+NDEBUG: Final[bool] = not debug_wanted()  # value at import; a manager reads the environment when it is constructed
 
 
 def num_live_managers() -> int:
-    """Managers of this process that were made and not yet shut down."""
+    """Managers of this process that are not shut down yet."""
     return len(LIVE)
 
 
 def poison_reason() -> str | None:
-    """Why a manager of this process is poisoned, the oldest one first; None if none is. See `KVCacheManager.poison_reason`."""
+    """The poison reason of the oldest poisoned manager; None if none is poisoned. See `KVCacheManager.poison_reason`."""
     for shared in list(LIVE):
         reason = poison_of(shared)
         if reason is not None:
@@ -39,9 +36,9 @@ def poison_reason() -> str | None:
 
 
 def take_poison() -> str | None:
-    """End the poison of the oldest poisoned manager, and return its reason; None if none is. See `KVCacheManager.take_poison`.
+    """Clear the poison of the oldest poisoned manager, and return its reason; None if none is poisoned.
 
-    Raises LogicError until its `clear_reusable_blocks()` has succeeded.
+    Raises LogicError until `clear_reusable_blocks()` of that manager has succeeded. See `KVCacheManager.take_poison`.
     """
     for shared in list(LIVE):
         reason = take_poison_of(shared)

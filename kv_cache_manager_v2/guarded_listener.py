@@ -1,7 +1,7 @@
-"""A guard between the cache and a listener that an engine wrote.
+"""Protects the cache from exceptions of an engine's listener.
 
-Rule: a listener is told in the middle of a change, and the change is finished whatever the listener raises. An error is logged and
-stops nothing. An interrupt (KeyboardInterrupt, SystemExit) is kept, and raised once the call that told it is complete.
+A listener is called in the middle of a change, which must be completed whatever the listener raises. An error is logged. An
+interrupt (KeyboardInterrupt, SystemExit) is kept, and raised at the end of the public call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _log: Final = logging.getLogger(__name__)
 
 
 class GuardedListener(CacheListener):
-    """Passes everything on, one call at a time: the manager's lock is held."""
+    """Passes every call on to the engine's listener. All calls are made with the manager's lock held."""
 
     def __init__(self, listener: CacheListener) -> None:
         self._listener = listener
-        self.telling = False  # the listener is being told: a call of the manager on this thread comes from it
+        self.telling = False  # the listener is being called: a call of the manager on this thread comes from the listener
         self.num_errors = 0
-        self._interrupt: BaseException | None = None  # the first one that no call has raised yet
+        self._interrupt: BaseException | None = None  # the first interrupt that is not raised yet
 
     def attached(self, block_key_hash: str) -> None:
         self._listener.attached(block_key_hash)
@@ -72,7 +72,7 @@ class GuardedListener(CacheListener):
             self.telling = False
 
     def raise_interrupt(self) -> None:
-        """Raise the interrupt that a listener's call was left with, if any. Asked when a public call is complete."""
+        """Raise the interrupt that the listener raised, if any. Called at the end of each public call."""
         interrupt = self._interrupt
         if interrupt is not None:
             self._interrupt = None
@@ -87,4 +87,6 @@ class GuardedListener(CacheListener):
         self.num_errors += 1
         count = self.num_errors
         if count <= 4 or count & (count - 1) == 0:
-            _log.error("the cache listener raised in %s (error %d); it was told, and has missed that", call, count, exc_info=error)
+            _log.error(
+                "the cache listener raised an exception in %s (error %d) and has missed that change", call, count, exc_info=error
+            )

@@ -1,6 +1,7 @@
 """Modules that moved: an import by the old path works for one release, with a DeprecationWarning.
 
-Rule: a path stays here until the release after the one that moved it. Python asks this finder last, so current paths cost nothing.
+An old path is removed in the release after the one that moved it. Python asks this finder last, so imports of current paths cost
+nothing more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RENAMED: Final = {
 
 
 class RenamedModules:
-    """Finder and loader of the old paths: the old module shows the names of the new one."""
+    """Finder and loader of the old paths. The module of an old path has the names of the new one."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _dot, name = fullname.partition(".")
@@ -47,12 +48,12 @@ class RenamedModules:
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         new = f"{PACKAGE}.{RENAMED[old.removeprefix(f'{PACKAGE}.')]}"
-        warnings.warn(f"{old} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{old} is now {new}; the next release removes the old path", DeprecationWarning, stacklevel=2)
         for name, value in vars(importlib.import_module(new)).items():
             if not name.startswith("__"):
                 setattr(module, name, value)
 
 
 def find_old_paths() -> None:
-    """Have Python look here for a module of the package that is found nowhere else."""
+    """Register the finder. Python asks it for modules of the package that no other finder has."""
     sys.meta_path.append(RenamedModules())

@@ -1,6 +1,6 @@
-"""Records of what was counted: the deltas that an engine reads, and the tables that the manager adds to.
+"""Records of statistics: the deltas that an engine reads, and the tables to which the manager adds.
 
-Rule: counting is a few integer additions where the change happens. Nothing here reads a clock; readers take differences. Blocks are
+Counting is a few integer additions at the place of the change. Nothing here reads a clock; readers compute differences. Blocks are
 counted per attention life cycle and beam: one block of a model with two life cycles counts twice.
 """
 
@@ -17,7 +17,7 @@ from kv_cache_manager_v2.errors import ConfigError
 
 _Delta = TypeVar("_Delta", bound="StatsDelta")
 
-# The fields of KVCacheIterationStatsDelta that records of other engines have too, in their order.
+# The fields of KVCacheIterationStatsDelta that engines read by name, in their order.
 ITERATION_FIELDS: Final = (
     "iter_alloc_total_blocks",
     "iter_alloc_new_blocks",
@@ -40,7 +40,7 @@ ITERATION_FIELDS: Final = (
 @mypyc_attr(native_class=False)
 @dataclass
 class StatsDelta:
-    """Integer fields that add up; the base of the deltas below."""
+    """The base class of the deltas below: a record of integer fields that can be added and subtracted."""
 
     def add(self: _Delta, other: _Delta) -> None:
         """Add another delta of the same class to this one, field by field."""
@@ -55,7 +55,7 @@ class StatsDelta:
             setattr(self, item.name, getattr(self, item.name) - getattr(other, item.name))
 
     def clear(self) -> None:
-        """All fields to 0."""
+        """Set all fields to 0."""
         for item in fields(self):
             setattr(self, item.name, 0)
 
@@ -71,17 +71,17 @@ class StatsDelta:
 @mypyc_attr(native_class=False)
 @dataclass
 class KVCacheStatsDelta(StatsDelta):
-    """Blocks of attention layers that requests took and found."""
+    """Blocks of attention layers that requests allocated and reused."""
 
-    alloc_total_blocks: int = 0  # slots taken: growth, private copies of partly matched blocks, loads from colder tiers
-    alloc_new_blocks: int = 0  # equal to alloc_total_blocks: every slot taken is new to its request
-    reused_blocks: int = 0  # blocks that a match saved, stale ones left out
+    alloc_total_blocks: int = 0  # slots allocated: for growth, copies of partly matched blocks, and loads from colder tiers
+    alloc_new_blocks: int = 0  # always equal to alloc_total_blocks
+    reused_blocks: int = 0  # blocks reused by matches, without stale ones
     missed_blocks: int = 0  # blocks of prompts that had to be computed
 
 
 @mypyc_attr(native_class=False)
 class IterationFields(StatsDelta):
-    """No dataclass: compiled ones take every class attribute for a field."""
+    """Has the names of the fields. Not a dataclass: a compiled dataclass treats every class attribute as a field."""
 
     _field_names = ITERATION_FIELDS  # no annotation: mypyc 2.4.1 would make a ClassVar a field of the dataclass
 
@@ -89,11 +89,11 @@ class IterationFields(StatsDelta):
 @mypyc_attr(native_class=False)
 @dataclass
 class KVCacheIterationStatsDelta(IterationFields):
-    """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
+    """Changes in one life cycle since the last reading. Bytes are blocks times the slot size of the pool group.
 
-    Movement and drops are those of all pages, whatever caused them: requests, prefetches, snapshots, resizes. A cached page is
-    dropped to make room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page that a wider one
-    replaces does not count as dropped, nor does a private page at the end of its request.
+    Moves and drops of all pages are counted, whether caused by requests, prefetches, snapshots or resizes. A cached page is dropped
+    when its slot is needed, when no match can use it any more, or by `clear_reusable_blocks`. A page replaced by one with more
+    coverage does not count as dropped, and neither does a page that was never cached.
     """
 
     iter_alloc_total_blocks: int = 0
@@ -102,7 +102,7 @@ class KVCacheIterationStatsDelta(IterationFields):
     iter_missed_blocks: int = 0
     iter_full_reused_blocks: int = 0
     iter_partial_reused_blocks: int = 0
-    iter_gen_alloc_blocks: int = 0  # blocks taken while generating: they cannot be missed
+    iter_gen_alloc_blocks: int = 0  # blocks allocated during generation, which no match could have saved
     iter_onboard_blocks: int = 0  # moved from a colder tier to the GPU
     iter_onboard_bytes: int = 0
     iter_offload_blocks: int = 0  # moved from the GPU to a colder tier
@@ -111,13 +111,13 @@ class KVCacheIterationStatsDelta(IterationFields):
     iter_intra_device_copy_bytes: int = 0
     iter_host_dropped_blocks: int = 0  # dropped from host memory before they were loaded again
     iter_host_dropped_bytes: int = 0
-    iter_gpu_dropped_blocks: int = 0  # dropped from the GPU, where no tier is below it or the block was worth nothing
+    iter_gpu_dropped_blocks: int = 0  # dropped from the GPU: there is no colder tier, or the block could not be matched any more
     iter_disk_dropped_blocks: int = 0
-    iter_lost_blocks: int = 0  # bytes destroyed by a failed transfer
+    iter_lost_blocks: int = 0  # lost by a failed transfer
 
     @property
     def iter_cache_hit_rate(self) -> float:
-        """Reused blocks of those looked up; 0 if none was."""
+        """Reused blocks as a share of those looked up; 0 if there were none."""
         looked_up = self.iter_reused_blocks + self.iter_missed_blocks
         return self.iter_reused_blocks / looked_up if looked_up else 0.0
 
@@ -125,9 +125,9 @@ class KVCacheIterationStatsDelta(IterationFields):
 @mypyc_attr(native_class=False)
 @dataclass
 class SsmSnapshotIterationStatsDelta(StatsDelta):
-    """Look-ups of snapshots of recurrent state: one for each request created with tokens.
+    """Look-ups of snapshots of recurrent state: one per request created with tokens.
 
-    The names without `iter_` are those of earlier versions, for one release.
+    The field names without `iter_`, of earlier versions, still work in this release.
     """
 
     iter_snapshot_lookups: int = 0
@@ -140,14 +140,14 @@ class SsmSnapshotIterationStatsDelta(StatsDelta):
 
     @property
     def iter_snapshot_hit_rate(self) -> float:
-        """Hits of all look-ups; 0 if there was none."""
+        """Hits as a share of all look-ups; 0 if there were none."""
         return self.iter_snapshot_hits / self.iter_snapshot_lookups if self.iter_snapshot_lookups else 0.0
 
     def __getattr__(self, name: str) -> int | float:
         current = "iter_snapshot_hit_rate" if name == "hit_rate" else f"iter_{name}"
         if name.startswith("_") or not hasattr(type(self), current):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warnings.warn(f"{name} is now {current}; the old name goes with the next release", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{name} is now {current}; the next release removes the old name", DeprecationWarning, stacklevel=2)
         value: int | float = getattr(self, current)
         return value
 
@@ -155,7 +155,7 @@ class SsmSnapshotIterationStatsDelta(StatsDelta):
 @mypyc_attr(native_class=False)
 @dataclass
 class ReusedBlocksByLevel:
-    """Reused blocks by the cache level on which they were found; lists by level."""
+    """Reused blocks by the cache level on which they were found. Each list is indexed by level."""
 
     full: list[int] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
@@ -166,7 +166,7 @@ class ReusedBlocksByLevel:
         return not any(self.full) and not any(self.partial)
 
     def add(self, other: ReusedBlocksByLevel) -> None:
-        """Add another table to this one, level by level; the lists grow to the longer one's length."""
+        """Add another table level by level. The lists grow to the length of the longer table."""
         table = instance(other, ReusedBlocksByLevel, "other")
         _add_levels(self.full, table.full)
         _add_levels(self.partial, table.partial)
@@ -175,7 +175,7 @@ class ReusedBlocksByLevel:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PoolGroupPeakBlockStats:
-    """The largest values of a pool group on a level between two readings, each field on its own."""
+    """The largest value of each field for a pool group on a level between two readings. Fields may peak at different times."""
 
     available: int = 0  # free + evictable
     unavailable: int = 0
@@ -185,7 +185,7 @@ class PoolGroupPeakBlockStats:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class StorageStatistics:
-    """A pool group on a level; counts in slots."""
+    """The slot counts of a pool group on a level."""
 
     slot_sizes: tuple[int, ...]  # bytes, by pool
     total: int
@@ -203,7 +203,7 @@ class StorageStatistics:
 
 
 class MovementCounters:
-    """Pages moved between levels, dropped, and shared instead of kept twice, per life cycle. Counts never fall.
+    """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
     moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
     """
@@ -211,12 +211,14 @@ class MovementCounters:
     def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None:
         self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
-        self.lost: list[int] = [0] * num_life_cycles  # pages whose bytes a failed transfer destroyed
-        self.adopted: list[int] = [0] * num_life_cycles  # own pages that a commit freed for the GPU page of an identical block
-        self.taken_over: list[int] = [0] * num_life_cycles  # colder pages of identical blocks that got a committed page's GPU slot
+        self.lost: list[int] = [0] * num_life_cycles  # pages lost by a failed transfer
+        self.adopted: list[int] = [0] * num_life_cycles  # pages that a commit freed since an identical block has one on the GPU
+        self.taken_over: list[int] = [
+            0
+        ] * num_life_cycles  # colder pages of identical blocks that took over a committed page's slot
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy, however it is made, is one of the counts so far and no longer changes."""
+        """Copies and pickles have the counts so far, and do not change."""
         tables = ([[list(row) for row in table] for table in self.moved], [list(row) for row in self.dropped])
         return _movement, (*tables, list(self.lost), list(self.adopted), list(self.taken_over))
 
@@ -241,14 +243,14 @@ class MovementCounters:
         number = whole(level, name)
         count = len(self.dropped[0]) if self.dropped else 0
         if not 0 <= number < count:
-            raise ConfigError(f"{name} {number} is out of range: there are {count} cache levels")
+            raise ConfigError(f"{name} is {number}; it must be at least 0 and below the number of cache levels, {count}")
         return number
 
 
 def _movement(
     moved: list[list[list[int]]], dropped: list[list[int]], lost: list[int], adopted: list[int], taken_over: list[int]
 ) -> MovementCounters:
-    """The counters with these tables."""
+    """Rebuild counters for `MovementCounters.__reduce__`."""
     counters = MovementCounters()
     counters.moved = moved
     counters.dropped = dropped

@@ -141,7 +141,7 @@ def test_tier_order(tmp_path: Path) -> None:
         KVCacheManagerConfig(32, [host, gpu], layers)
     with pytest.raises(ConfigError, match="must begin with a GpuCacheTierConfig"):
         KVCacheManagerConfig(32, [], layers)
-    with pytest.raises(ConfigError, match="HOST_MEM behind DISK"):
+    with pytest.raises(ConfigError, match="HOST_MEM after DISK"):
         KVCacheManagerConfig(32, [gpu, disk, host], layers)
 
 
@@ -299,5 +299,5 @@ def test_without_tier(tmp_path: Path) -> None:
     assert [tier.tier for tier in less.cache_tiers] == [CacheTier.GPU_MEM, CacheTier.DISK]
     assert len(config.cache_tiers) == 3
     assert less.layers[0] is not config.layers[0]
-    with pytest.raises(ConfigError, match="GPU_MEM tier cannot be left out"):
+    with pytest.raises(ConfigError, match="GPU_MEM tier cannot be omitted"):
         config.without_tier(CacheTier.GPU_MEM)
