@@ -1,12 +1,12 @@
-"""What the prompts of a trace say: a trace names blocks by id only, so their tokens are made up here.
+"""Generates the tokens of a trace, which names blocks by id only.
 
-Rule: a token is a function of (id, position, seed) alone, and no two (id, position) pairs of one run share a token; so two blocks
-share a first token exactly when they have the same id, and a partial block is the beginning of its id's block. Generated tokens
-are taken from the other end of the range and never repeat.
+A token is a function of (id, position, seed) alone, and no two (id, position) pairs of one run share a token. So two blocks share
+their first token exactly if they have the same id, and a partial block is the beginning of the block with its id. Tokens of outputs
+come from the other end of the range and never repeat.
 
-Ids are numbered in order of first appearance; block number n holds the tokens n * block_size + position + seed, modulo 2**31.
+Ids are numbered in order of first appearance. Block number n has the tokens n * block_size + position + seed, modulo 2**31.
 
-A *fingerprint* of a token is 4 bytes that depend on it and on every token before it, as its keys and values would.
+The *fingerprint* of a token is 4 bytes that depend on it and on every token before it, as its keys and values do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_cache_manager_v2.ids import TOKEN_ID_LIMIT
 
 try:
     import numpy as np
-except ImportError:  # everything works without it, a few times slower
+except ImportError:  # optional: without it, tokens are generated a few times slower
     HAVE_NUMPY = False
 else:
     HAVE_NUMPY = True
@@ -44,13 +44,13 @@ class TokenRangeError(Exception):
 
 
 class TokenSource(ABC):
-    """Makes the tokens of prompts and outputs, and their fingerprints. Subclasses differ in how, not in what."""
+    """Makes the tokens of prompts and outputs, and their fingerprints. All subclasses give the same results."""
 
     def __init__(self, block_size: int, seed: int) -> None:
-        self._block_size = block_size  # tokens a trace block
+        self._block_size = block_size  # tokens per block of the trace
         self._offset = seed * SEED_STRIDE  # added to every token
         self._number_of: dict[int, int] = {}  # block id -> number, in order of first appearance
-        self._generated = 0  # generated tokens handed out
+        self._generated = 0  # tokens of outputs so far
 
     def prompt(self, block_ids: Sequence[int], num_tokens: int) -> TokenBuffer:
         """The first `num_tokens` tokens of the blocks, as an int32 buffer."""
@@ -85,15 +85,15 @@ class TokenSource(ABC):
 
     @abstractmethod
     def joined(self, parts: Sequence[TokenBuffer]) -> TokenBuffer:
-        """The parts one after the other, in one buffer."""
+        """The concatenated parts."""
 
     @abstractmethod
     def fingerprints(self, tokens: TokenBuffer) -> bytes:
-        """FINGERPRINT_BYTES for each token, in the machine's byte order."""
+        """The fingerprints of consecutive tokens from the start of a prompt, FINGERPRINT_BYTES each, in native byte order."""
 
 
 class ArrayTokenSource(TokenSource):
-    """Needs nothing but the standard library."""
+    """Uses only the standard library."""
 
     def _prompt(self, firsts: list[int], num_tokens: int) -> array[int]:
         tokens: array[int] = array("i")
@@ -119,14 +119,14 @@ class ArrayTokenSource(TokenSource):
 
 
 def _mixed(token: int, position: int) -> int:
-    """A token and its position stirred into 32 bits."""
+    """A 32-bit hash of a token and its position."""
     value = (token + (position + 1) * POSITION_STRIDE) & MASK_32
     value = ((value ^ (value >> 16)) * MIX_FACTOR) & MASK_32
     return value ^ (value >> 13)
 
 
 class NumpyTokenSource(TokenSource):
-    """One numpy operation a request."""
+    """Uses numpy: a few operations per request."""
 
     def __init__(self, block_size: int, seed: int) -> None:
         super().__init__(block_size, seed)
@@ -151,6 +151,6 @@ class NumpyTokenSource(TokenSource):
 
 
 def token_source(block_size: int, seed: int) -> TokenSource:
-    """The fastest source that can run here."""
+    """The fastest token source available."""
     assert array("i").itemsize == array("I").itemsize == FINGERPRINT_BYTES
     return NumpyTokenSource(block_size, seed) if HAVE_NUMPY else ArrayTokenSource(block_size, seed)

@@ -1,14 +1,13 @@
-"""The kinds of layers of the model that a replay simulates: one layer of each kind decides as much as thirty.
+"""The kinds of layers of the model that a replay simulates. One layer of each kind gives the same result as many.
 
-Rule: a page of every kind has the same size, so all kinds share the slots of a tier and evict each other by age alone; the figures
-then do not hang on how many bytes a model's layers have. A block of B tokens has one page of each attention kind, and a recurrent
-state is one page whatever its length.
+The pages of all kinds have the same size, so all kinds share the slots of a tier and are evicted by age alone. The result does not
+depend on how many bytes a model's layers have. A block has one page of each attention kind. A recurrent state is one page, whatever
+the request's length.
 
-What may be reused, n tokens long: full attention needs the pages of all n tokens; a window those that the next query sees (and the
-sinks'); a recurrent state needs a snapshot at exactly n. The replay takes snapshots as an engine with chunked prefill would:
-a prompt is committed up to each multiple of `snapshot_every` tokens, then up to its end, and generated tokens likewise. A block of
-the cache keeps one snapshot, the one that covers most of it, so with less than a block between two of them the earlier ones are
-replaced.
+To reuse n tokens, full attention needs the pages of all n tokens, and a windowed layer those that the next query sees, sinks
+included. A recurrent layer needs a snapshot at exactly n. The replay takes snapshots like an engine with chunked prefill: it
+commits a prompt up to each multiple of `snapshot_every` tokens and up to its end, and generated tokens likewise. A block of the
+cache keeps only its last snapshot, so of several snapshots in one block, earlier ones are replaced.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class LayerKind:
     recurrent: bool = False
 
     def config(self, page_bytes: int) -> AttentionLayerConfig | SsmLayerConfig:
-        """The layer as the manager is told of it."""
+        """The layer's configuration for the manager."""
         buffers = [BufferConfig(ROLE, page_bytes)]
         if self.recurrent:
             return SsmLayerConfig(self.layer, buffers)
         return AttentionLayerConfig(self.layer, buffers, self.window, self.sinks or None)
 
     def stale(self, num_tokens: int, tokens_per_block: int) -> tuple[int, int]:
-        """Blocks that no query after `num_tokens` tokens reads."""
+        """The range of blocks that no query after `num_tokens` tokens reads."""
         if self.window is None:
             return 0, 0
         first = -(-self.sinks // tokens_per_block)
@@ -53,7 +52,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Layers:
-    """A preset: its kinds of layers, and how often recurrent state is kept for others."""
+    """A preset: its kinds of layers, and how often a snapshot of recurrent state is taken."""
 
     preset: str
     kinds: tuple[LayerKind, ...]
@@ -61,7 +60,7 @@ class Layers:
 
     @property
     def names(self) -> list[str]:
-        """By kind, which is also the order of the manager's layer groups."""
+        """Names of the kinds, in the order of the manager's layer groups."""
         return [kind.name for kind in self.kinds]
 
     @property
@@ -70,7 +69,7 @@ class Layers:
 
     @property
     def sinks(self) -> int | None:
-        """None without a window."""
+        """Sink tokens of the windowed kind; None without one."""
         return next((kind.sinks for kind in self.kinds if kind.window is not None), None)
 
     def configs(self, page_bytes: int) -> Sequence[AttentionLayerConfig | SsmLayerConfig]:
@@ -83,13 +82,13 @@ FULL: Final = Layers("full", (LayerKind("full", LayerId(0)),))
 def make_layers(
     preset: str, trace_block_size: int, window: int | None = None, sinks: int | None = None, snapshot_every: int | None = None
 ) -> Layers:
-    """A preset with its options, None being their defaults; raises ValueError for one that the preset does not have."""
+    """Make a preset with its options; None selects the default. Raises ValueError for an option that the preset does not have."""
     if window is not None and "window" not in preset:
-        raise ValueError(f"--window means nothing with --layers {preset}")
+        raise ValueError(f"--window has no effect with --layers {preset}; omit it, or choose --layers with a window")
     if sinks is not None and preset != "window-sinks":
-        raise ValueError(f"--sinks means nothing with --layers {preset}")
+        raise ValueError(f"--sinks has no effect with --layers {preset}; omit it, or choose --layers window-sinks")
     if snapshot_every is not None and preset != "full+ssm":
-        raise ValueError(f"--snapshot-every means nothing with --layers {preset}")
+        raise ValueError(f"--snapshot-every has no effect with --layers {preset}; omit it, or choose --layers full+ssm")
     full = LayerKind("full", LayerId(0))
     span = DEFAULT_WINDOW if window is None else window
     if preset == "full+window":

@@ -1,7 +1,7 @@
 """The `kvcm` command: picks a tool, runs it, and turns errors into one line and an exit status.
 
-Rule: exit status 0 is success, 1 a check that failed, 2 an error, 130 an interrupt. No traceback reaches the user; KVCM_DEBUG=1
-shows the one of an unexpected error.
+Exit status 0 is success, 1 a failed check, 2 an error, 130 an interrupt. The user sees no traceback, except with KVCM_DEBUG=1 that
+of an unexpected error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_cache_manager_v2.errors import KVCacheError
 EXIT_OK: Final = 0
 EXIT_CHECK_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = 130  # what a shell says of a program ended by SIGINT
+EXIT_INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all tools; each adds its own options."""
+    """The parser of the command, with a subcommand per tool."""
     parser = OneLineParser(prog="kvcm", description="Tools of kv_cache_manager_v2, the KV-cache manager of LLM inference engines.")
     parser.add_argument("--version", action="version", version=f"kvcm {VERSION} ({'compiled' if COMPILED else 'interpreted'})")
     tools = parser.add_subparsers(title="tools", dest="tool", metavar="TOOL", required=True)
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one tool; returns the exit status. `arguments` as after the program's name; by default those of the process."""
+    """Run one tool and return the exit status. `arguments` are those after the program's name, by default from `sys.argv`."""
     fill_closed_streams()
     status = _run(arguments)
     try:
@@ -58,11 +58,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
         passed = replay.run(options)
-    except SystemExit as exit_request:  # argparse has printed help or what is wrong
+    except SystemExit as exit_request:  # argparse has printed the help or an error
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_USAGE
     except (TraceError, TokenRangeError, OutputError, KVCacheError) as error:
         return _fail(str(error))
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of standard output has closed it, as `head` does
         drop_output()
         return EXIT_OK
     except MemoryError as error:

@@ -1,7 +1,4 @@
-"""A progress bar on a terminal.
-
-Rule: nothing but a terminal ever gets one, and the tools do the same with and without the `cli` extra that draws it.
-"""
+"""A progress bar. It is drawn only on a terminal, and only if the `cli` extra is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes how many of `total` are done; it draws on standard error, or does nothing."""
+    """Yield a function that takes the number of finished items and draws the bar on standard error, or does nothing."""
     if not sys.stderr.isatty():
         yield _ignore
         return
@@ -29,4 +26,4 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _ignore(_done: int) -> None:
-    """No terminal, or nothing to draw with."""
+    """Used where no bar can be drawn."""

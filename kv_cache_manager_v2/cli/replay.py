@@ -1,6 +1,6 @@
-"""`kvcm replay`: runs a request trace through the real manager on the emulated device, and reports what the cache was worth.
+"""`kvcm replay`: runs a request trace through the manager on the emulated device, and reports how much of it the cache saved.
 
-Rule: every mistake that can be seen in the options or the files is reported before the replay starts.
+Every mistake that is visible in the options or the files is reported before the replay starts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kv_cache_manager_v2.cli.streams import ReportOutput
 from kv_cache_manager_v2.cli.traces import STDIN, Trace, read_trace
 from kv_cache_manager_v2.errors import KVCacheError
 
-MAX_INTEGER: Final = 1 << 48  # of an option; with more the arithmetic of sizes could overflow
-MAX_BLOCKS: Final = 1 << 40  # of a tier
+MAX_INTEGER: Final = 1 << 48  # largest value of an option: sizes computed from larger ones could overflow
+MAX_BLOCKS: Final = 1 << 40  # most blocks of a tier
 TIERS: Final = (("gpu", CacheTier.GPU_MEM), ("host", CacheTier.HOST_MEM), ("disk", CacheTier.DISK))
 DESCRIPTION: Final = """\
 Replays a request trace through the KV-cache manager on the emulated device (no GPU is used): each prompt is looked up, its missing
@@ -43,7 +43,7 @@ options or the trace."""
 
 
 def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
-    """Add this tool's options to the command."""
+    """Add this tool and its options to the command."""
     parser = tools.add_parser("replay", help="replay a request trace through the manager", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("trace", metavar="TRACE", help="trace file; .gz is unpacked; - is standard input")
     parser.add_argument(
@@ -68,42 +68,47 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
             else f"blocks that the {name} tier holds (default: no such tier)"
         )
         size.add_argument(f"--{name}-blocks", type=_positive, metavar="N", help=meaning)
-        size.add_argument(f"--{name}-gib", type=_gib, metavar="X", help="the same in GiB of real KV; needs --bytes-per-token")
+        size.add_argument(
+            f"--{name}-gib", type=_gib, metavar="X", help="size in GiB of the model's KV instead; needs --bytes-per-token"
+        )
     parser.add_argument(
-        "--bytes-per-token", type=_positive, metavar="N", help="bytes of KV per token, of the model that --*-gib are about"
+        "--bytes-per-token", type=_positive, metavar="N", help="bytes of the model's KV per token, for the --*-gib options"
     )
     parser.add_argument(
-        "--disk-path", default=tempfile.gettempdir(), metavar="DIR", help="where the disk tier's files are (default: %(default)s)"
+        "--disk-path",
+        default=tempfile.gettempdir(),
+        metavar="DIR",
+        help="directory of the disk tier's files (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         type=_positive,
         default=1,
         metavar="N",
-        help="requests open at once, if there are so many (default: %(default)s)",
+        help="most requests open at once (default: %(default)s)",
     )
     parser.add_argument("--decode", action="store_true", help="also generate output_length tokens for each request, one at a time")
     parser.add_argument(
-        "--verify", action="store_true", help="stamp each page with its tokens' fingerprint and compare it at each reuse"
+        "--verify", action="store_true", help="write a fingerprint of its tokens to each page and compare it at each reuse"
     )
     parser.add_argument("--max-records", type=_positive, metavar="N", help="replay the first N requests only")
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="count and report malformed lines instead of stopping at the first"
     )
-    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="changes the made-up tokens (default: %(default)s)")
-    parser.add_argument("--format", choices=["table", "json"], default="table", help="form of the report (default: %(default)s)")
-    parser.add_argument("--output", metavar="FILE", help="write the report there instead of to standard output")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of the generated tokens (default: %(default)s)")
+    parser.add_argument("--format", choices=["table", "json"], default="table", help="format of the report (default: %(default)s)")
+    parser.add_argument("--output", metavar="FILE", help="file for the report, instead of standard output")
     parser.set_defaults(parser=parser)
 
 
 def _add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """Which layers the model has, one of each kind."""
+    """Add the options about the model's layers."""
     parser.add_argument(
         "--layers",
         choices=PRESETS,
         default="full",
-        help="kinds of layers: full attention, with a sliding window, a window with sinks alone, or full attention "
-        "with recurrent state (default: %(default)s)",
+        help="kinds of layers: full attention only, full attention and a sliding window, a window with sinks only, or full "
+        "attention and recurrent layers (default: %(default)s)",
     )
     parser.add_argument(
         "--window", type=_positive, metavar="N", help=f"tokens that a windowed layer sees (default: {DEFAULT_WINDOW})"
@@ -118,14 +123,14 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
         "--snapshot-every",
         type=_positive,
         metavar="N",
-        help="with full+ssm: commit, and so keep a snapshot of the recurrent state, at each multiple of N tokens and at the end of "
-        "the prompt (default: --trace-block-size). A hit ends at such a snapshot. A block of the cache keeps its last snapshot "
-        "only: all are kept where N is a multiple of --tokens-per-block",
+        help="with full+ssm: commit, which takes a snapshot of the recurrent state, at each multiple of N tokens and at the end of "
+        "the prompt (default: --trace-block-size). A hit ends at a snapshot. A block of the cache keeps only its last snapshot, so "
+        "all snapshots are kept if N is a multiple of --tokens-per-block",
     )
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Replay as the options say and write the report; False if a page held wrong contents."""
+    """Replay the trace and write the report. Returns False if a page had wrong contents."""
     _check_options(options)
     layers = _layers(options)
     with ReportOutput(options.output) as output:
@@ -133,7 +138,7 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def _replay(options: argparse.Namespace, layers: Layers, output: ReportOutput) -> bool:
-    """The same for checked options and an output that is open."""
+    """Replay the trace with validated options and an open output."""
     started = time.perf_counter()
     trace = read_trace(
         options.trace, options.trace_block_size, skip_bad_lines=options.skip_bad_lines, max_records=options.max_records
@@ -148,7 +153,7 @@ def _replay(options: argparse.Namespace, layers: Layers, output: ReportOutput) -
         with progress_bar("replay", len(trace.records)) as progress:
             outcome = engine.run(trace.records, progress)
     except BaseException:
-        with suppress(KVCacheError):  # the first error is the one to tell
+        with suppress(KVCacheError):  # report the first error
             engine.close()
         raise
     engine.close()
@@ -170,13 +175,13 @@ def _replay(options: argparse.Namespace, layers: Layers, output: ReportOutput) -
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """What argparse cannot see; ends with its usage message."""
+    """Check what argparse cannot; an error ends the program with a message."""
     parser: argparse.ArgumentParser = options.parser
     in_gib = [name for name, _tier in TIERS if getattr(options, f"{name}_gib") is not None]
     if in_gib and options.bytes_per_token is None:
         parser.error(f"--{in_gib[0]}-gib needs --bytes-per-token")
     if options.bytes_per_token is not None and not in_gib:
-        parser.error("--bytes-per-token means nothing without --gpu-gib, --host-gib or --disk-gib")
+        parser.error("--bytes-per-token has no effect without --gpu-gib, --host-gib or --disk-gib")
     for name in in_gib:
         num_blocks = blocks_of_gib(getattr(options, f"{name}_gib"), options.bytes_per_token, options.tokens_per_block)
         if num_blocks == 0:
@@ -192,7 +197,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _layers(options: argparse.Namespace) -> Layers:
-    """The model's layers, or argparse's message about an option that they do not have."""
+    """The model's layers. An option that the preset does not have ends the program with a message."""
     try:
         layers = make_layers(options.layers, options.trace_block_size, options.window, options.sinks, options.snapshot_every)
     except ValueError as error:
@@ -209,7 +214,7 @@ def _layers(options: argparse.Namespace) -> Layers:
 
 
 def _tiers(options: argparse.Namespace, trace: Trace, concurrency: int) -> list[TierBlocks]:
-    """The tiers that the user asked for, warm to cold."""
+    """The tiers with their numbers of blocks, warm to cold."""
     tiers: list[TierBlocks] = []
     for name, tier in TIERS:
         num_blocks = getattr(options, f"{name}_blocks")
@@ -224,7 +229,7 @@ def _tiers(options: argparse.Namespace, trace: Trace, concurrency: int) -> list[
 
 
 def _stamp_bytes(options: argparse.Namespace, trace: Trace) -> int:
-    """Bytes that a block's fingerprints take with --verify; no block has more tokens than the longest request."""
+    """Bytes of a block's fingerprints with --verify. No block has more tokens than the longest request."""
     if not options.verify:
         return 0
     longest = max(record.input_length + record.output_length for record in trace.records)
@@ -233,11 +238,13 @@ def _stamp_bytes(options: argparse.Namespace, trace: Trace) -> int:
 
 
 def _enough_blocks(options: argparse.Namespace, trace: Trace, concurrency: int) -> int:
-    """A number of blocks, each with a page of every kind of layer, that the trace cannot exceed: those of every distinct prefix,
-    and the private tails of open requests."""
+    """A number of blocks that is always enough for the trace.
+
+    It is the number of distinct prefixes of trace blocks, in cache blocks, plus the private last blocks of open requests.
+    """
     tokens_per_block: int = options.tokens_per_block
     trace_block_size: int = options.trace_block_size
-    prefixes: dict[tuple[int, int], int] = {}  # (number of the prefix before, block id) -> number, from 1
+    prefixes: dict[tuple[int, int], int] = {}  # (number of the preceding prefix, block id) -> number of this prefix, from 1
     longest = generated = 0
     for record in trace.records:
         prefix = 0
@@ -252,7 +259,7 @@ def _enough_blocks(options: argparse.Namespace, trace: Trace, concurrency: int) 
 
 
 def _positive(text: str) -> int:
-    """An integer of at least 1; for argparse."""
+    """Parse an integer of at least 1, for argparse."""
     value = _integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
@@ -260,7 +267,7 @@ def _positive(text: str) -> int:
 
 
 def _natural(text: str) -> int:
-    """An integer of at least 0; for argparse."""
+    """Parse an integer of at least 0, for argparse."""
     value = _integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -278,7 +285,7 @@ def _integer(text: str) -> int:
 
 
 def _gib(text: str) -> float:
-    """A positive finite number; for argparse."""
+    """Parse a positive finite number, for argparse."""
     try:
         value = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""What a replay found, for people and for programs.
+"""The report of a replay, as a table and as JSON.
 
-Rule: the JSON keys are an interface: they are added to, never renamed. Counts are tokens, blocks or pages; ratios are 0 to 1.
+The JSON keys are an interface: keys may be added, but not renamed. Counts are tokens, blocks or pages. Ratios are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kv_cache_manager_v2.cli.layers import Layers
 from kv_cache_manager_v2.cli.serving import Outcome
 from kv_cache_manager_v2.cli.traces import Trace
 
-REPORTED_BAD_LINES: Final = 10  # of the skipped lines, how many are listed
+REPORTED_BAD_LINES: Final = 10  # most skipped lines that are listed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for, as far as it belongs beside the result."""
+    """The options of a replay that are part of its report."""
 
     trace: str
     trace_format: str
@@ -35,7 +35,7 @@ class Settings:
 
 
 def hit_summary(hit_tokens: Sequence[int], total_tokens: Sequence[int]) -> dict[str, Any]:
-    """Hits, total and ratio of some requests, in tokens."""
+    """Hit tokens, total tokens and their ratio over some requests."""
     hits, total = sum(hit_tokens), sum(total_tokens)
     return {"hit_tokens": hits, "total_tokens": total, "hit_ratio": hits / total if total else 0.0}
 

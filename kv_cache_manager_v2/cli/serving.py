@@ -1,13 +1,13 @@
-"""A serving engine without a model: drives the real manager through a trace, one request after the other or several at once.
+"""A serving engine without a model, which serves the requests of a trace with the real manager.
 
-Rule: open requests are kept in order of admission, and the running ones are a prefix of that order. A request that gets no page
-suspends the newest running one, which may be itself. Suspended requests resume oldest first, once another has ended. So the oldest
-request always advances.
+Open requests are kept in order of admission, and the running ones are a prefix of that order. If a request cannot get its pages,
+the newest running request is suspended, which may be the same one. Suspended requests resume oldest first, once another request has
+ended. So the oldest request always advances.
 
-A request's prompt is looked up, "computed" (pages are taken, nothing is calculated) and committed; with `decode`, its output
-follows token by token, all running requests in turn. Without, a request stays open until `concurrency` requests are.
-Where recurrent layers need snapshots, what is computed is committed up to each multiple of `Layers.snapshot_every` and at the end.
-Time plays no part: requests come in the trace's order, as fast as they can be served.
+A request's prompt is looked up, "computed" (its pages are allocated, but nothing is calculated) and committed. With `decode`, its
+output follows token by token, in turn with all running requests. Without, a request stays open until `concurrency` requests are
+open. If recurrent layers need snapshots, tokens are committed up to each multiple of `Layers.snapshot_every` and at the end.
+Arrival times are ignored: requests are served in the order of the trace.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from kv_cache_manager_v2.cli.traces import TraceRecord
 if TYPE_CHECKING:
     from kv_cache_manager_v2.cli.contents import TokenBuffer
 
-FAR_AWAY: Final = 1 << 60  # a position that no request reaches
+NEVER: Final = 1 << 60  # a position that no request reaches
 
 
 @dataclass
 class Outcome:
-    """What a replay counted. `hit_tokens[i]` is what request i found when it first came; a skipped one found nothing."""
+    """The counts of a replay. `hit_tokens[i]` is the match length of request i at its first look-up; 0 if it was skipped."""
 
     hit_tokens: list[int]
     hit_tokens_by_level: list[int]
-    computed_tokens: int = 0  # prompt tokens that were not found, every time a prompt was looked up
+    computed_tokens: int = 0  # prompt tokens not matched, summed over all look-ups
     generated_tokens: int = 0
     suspensions: int = 0
-    restarts: int = 0  # requests given up and served again from the start, since even their suspended pages were in the way
-    hit_pages: list[list[int]] = field(default_factory=list)  # pages that the hits load, by kind of layer, then level
+    restarts: int = 0  # suspended requests closed and served again from the start, to free even their suspended pages
+    hit_pages: list[list[int]] = field(default_factory=list)  # pages that the matches need, by kind of layer, then level
     skipped: list[int] = field(default_factory=list)  # requests that do not fit an otherwise empty cache
     pages_moved: list[list[int]] = field(default_factory=list)  # by source level, then destination level
     pages_dropped: list[int] = field(default_factory=list)  # by level
-    pages_checked: int = 0  # with verification: how often a page was compared
-    num_mismatches: int = 0  # with verification: how often it held something else
-    mismatches: list[str] = field(default_factory=list)  # the first of them, in words
+    pages_checked: int = 0  # with verification: comparisons of a page
+    num_mismatches: int = 0  # with verification: comparisons that failed
+    mismatches: list[str] = field(default_factory=list)  # descriptions of the first ones
 
 
 class OpenRequest:
@@ -52,13 +52,13 @@ class OpenRequest:
 
     def __init__(self, index: int, prompt: TokenBuffer, output: TokenBuffer) -> None:
         self.index = index  # position in the trace
-        self.prompt = prompt  # what is looked up and computed; after a restart also what had been generated
-        self.output = output  # what is still to be generated at admission
-        self.generated = 0  # how many of `output` are committed
+        self.prompt = prompt  # tokens to look up and compute; after a restart, the tokens generated before too
+        self.output = output  # tokens to generate after admission
+        self.generated = 0  # tokens of `output` that are committed
         self.prefilled = False  # the prompt is committed
         self.fingerprints = b""  # of prompt and output, with verification
-        self.hits_by_level: list[int] | None = None  # tokens of the first look-up, once made
-        self.hit_pages: list[list[int]] = []  # its pages, by kind of layer, then level
+        self.hits_by_level: list[int] | None = None  # matched tokens of the first look-up; None before it
+        self.hit_pages: list[list[int]] = []  # pages that the first match needs, by kind of layer, then level
 
 
 class Engine:
@@ -73,28 +73,28 @@ class Engine:
         self._decode = decode
         self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: no layer needs snapshots
         self._stamps = PageStamps(self._manager, self._driver, self._stream, capacity.layers) if verify else None
-        self._given_up: list[OpenRequest] = []  # to be admitted again, the oldest last
+        self._restarting: list[OpenRequest] = []  # to be admitted again, the oldest last
         self._open: list[OpenRequest] = []  # in order of admission
         self._caches: list[KVCache] = []  # of the open requests
         self._num_running = 0  # _open[:_num_running] run, the others are suspended
-        self._crowded = False  # a request was suspended, and none has ended since: resuming would only suspend again
+        self._crowded = False  # a request was suspended and none has ended since: resuming one would suspend another
         self._outcome = Outcome([], [0] * len(capacity.num_blocks))
         self._outcome.hit_pages = [[0] * len(capacity.num_blocks) for _kind in capacity.layers.kinds]
 
     @property
     def manager(self) -> KVCacheManager:
-        """Whom the engine asks for pages."""
+        """The manager that the engine uses."""
         return self._manager
 
     def run(self, records: Sequence[TraceRecord], progress: Callable[[int], None]) -> Outcome:
-        """Serve all records; `progress` is told how many are done."""
+        """Serve all records. `progress` is called with the number of finished requests."""
         outcome = self._outcome
         outcome.hit_tokens = [0] * len(records)
         admitted = 0
-        while self._open or self._given_up or admitted < len(records):
-            while len(self._open) == self._num_running < self._concurrency and (self._given_up or admitted < len(records)):
-                if self._given_up:
-                    self._admit(self._given_up.pop())
+        while self._open or self._restarting or admitted < len(records):
+            while len(self._open) == self._num_running < self._concurrency and (self._restarting or admitted < len(records)):
+                if self._restarting:
+                    self._admit(self._restarting.pop())
                 else:
                     self._admit(self._make_request(admitted, records[admitted]))
                     admitted += 1
@@ -104,13 +104,13 @@ class Engine:
             self._prefill_running()
             if self._decode:
                 self._decode_step()
-            self._finish(more=bool(self._given_up) or admitted < len(records))
-            progress(admitted - len(self._open) - len(self._given_up))
+            self._finish(more=bool(self._restarting) or admitted < len(records))
+            progress(admitted - len(self._open) - len(self._restarting))
         self._count_movement()
         return outcome
 
     def close(self) -> None:
-        """Give the memory back; whatever is open is dropped."""
+        """Close open requests, the manager and the device."""
         for cache in self._caches:
             cache.close()
         self._caches.clear()
@@ -127,7 +127,7 @@ class Engine:
         return OpenRequest(index, self._source.prompt(record.block_ids, record.input_length), output)
 
     def _admit(self, request: OpenRequest) -> None:
-        """Look the prompt up. The request is the last of the open ones, suspended."""
+        """Look up a request's prompt, and append the request, suspended, to the open ones."""
         cache = self._manager.create_kv_cache(None, request.prompt, id=request.index)
         request.prefilled = False
         if self._stamps is not None:
@@ -146,7 +146,7 @@ class Engine:
         self._caches.append(cache)
 
     def _finish(self, *, more: bool) -> None:
-        """Close what has nothing left to do. Only a running request can end: a suspended one has work to come back for."""
+        """Close finished requests. All of them are running: a suspended request is not finished."""
         if self._decode:
             for position in reversed(range(self._num_running)):
                 request = self._open[position]
@@ -158,7 +158,7 @@ class Engine:
             self._end(0)
 
     def _end(self, position: int) -> None:
-        """Close one running request: its pages stay in the cache for others."""
+        """Close one running request. Its pages stay cached."""
         self._check(position)
         del self._open[position]
         self._num_running -= 1
@@ -168,30 +168,30 @@ class Engine:
     # --- the work of a step
 
     def _resume_suspended(self) -> None:
-        """Resume suspended requests, the oldest first, as long as their pages fit without suspending another."""
+        """Resume suspended requests, the oldest first, while their pages fit without suspending another request."""
         while self._num_running < len(self._open) and not (self._crowded and self._num_running):
             if self._caches[self._num_running].resume(self._stream):
                 self._num_running += 1
                 self._check(self._num_running - 1)
-            elif self._num_running or not self._make_way():
+            elif self._num_running or not self._close_newest():
                 return
 
     def _prefill_running(self) -> None:
-        """Compute and commit the prompts of running requests that have not done so."""
+        """Compute and commit the prompts of running requests that are not prefilled."""
         position = 0
         while position < self._num_running:
             request = self._open[position]
             if not request.prefilled:
                 if not self._grow(position, len(request.prompt)):
-                    continue  # it waits, or is gone: go on with the one that is now at this position
+                    continue  # it was suspended or closed: another request may be at this position now
                 self._prefill(position)
                 request.prefilled = True
                 if not self._decode:
-                    self._caches[position].stop_committing()  # the partial last block is of use to others from now on
+                    self._caches[position].stop_committing()  # commits the partial last block too
             position += 1
 
     def _prefill(self, position: int) -> None:
-        """Compute and commit what was not found of a prompt: in one go, or from snapshot to snapshot."""
+        """Compute and commit the unmatched part of a prompt, at once or from snapshot to snapshot."""
         prompt, cache = self._open[position].prompt, self._caches[position]
         beg = cache.num_committed_tokens
         while beg < len(prompt):
@@ -201,12 +201,12 @@ class Engine:
             beg = end
 
     def _next_snapshot(self, position: int) -> int:
-        """Where a snapshot is taken next; far away if none ever is."""
+        """The position of the next snapshot; NEVER if no layer needs snapshots."""
         every = self._snapshot_every
-        return FAR_AWAY if every is None else (position // every + 1) * every
+        return NEVER if every is None else (position // every + 1) * every
 
     def _decode_step(self) -> None:
-        """One more token for every running request that has any left."""
+        """Generate one token for every running request that has output left."""
         position = 0
         while position < self._num_running:
             request = self._open[position]
@@ -221,24 +221,24 @@ class Engine:
             position += 1
 
     def _commit_output(self, position: int) -> None:
-        """Commit the token just generated; where snapshots are taken, only when one is due, and then all since the last."""
+        """Commit the generated token. With snapshots, commit only when one is due, and then all tokens since the last one."""
         request, cache = self._open[position], self._caches[position]
         end = request.generated + 1
         length = len(request.prompt) + end
         if self._snapshot_every is None:
             cache.commit(request.output[request.generated : end])
             return
-        cache.history_length = length  # the token is settled; nothing is published yet
+        cache.history_length = length  # the token is computed, but not committed yet
         if end == len(request.output) or length % self._snapshot_every == 0:
             cache.commit(request.output[cache.num_committed_tokens - len(request.prompt) : end])
 
     def _compute(self, position: int, beg: int, end: int) -> None:
-        """What a model would do: write the pages of tokens [beg, end). Only verification needs it done."""
+        """Write the pages of tokens [beg, end), as a model would. Does nothing without verification."""
         if self._stamps is not None:
             self._stamps.write(self._caches[position], self._open[position].fingerprints, beg, end)
 
     def _check(self, position: int) -> None:
-        """With verification: compare all pages of a running request."""
+        """With verification, compare all pages of a running request."""
         if self._stamps is not None:
             request = self._open[position]
             cache = self._caches[position]
@@ -247,7 +247,10 @@ class Engine:
     # --- pressure
 
     def _grow(self, position: int, length: int) -> bool:
-        """Pages for `length` tokens of the request at `position`, at the cost of newer ones; False if it does not run any more."""
+        """Allocate pages for `length` tokens of the request at `position`, suspending newer requests if needed.
+
+        Returns False if the request itself is no longer running.
+        """
         cache = self._caches[position]
         while not cache.resize(length):
             if self._num_running > 1:
@@ -257,16 +260,18 @@ class Engine:
                 self._crowded = True
                 if self._num_running == position:
                     return False
-            elif not self._make_way():
+            elif not self._close_newest():
                 return False
         return True
 
-    def _make_way(self) -> bool:
-        """At most the oldest request runs, and its pages do not fit: restart the newest suspended one later, or skip the oldest for
-        good if it is alone. False if it was given up."""
+    def _close_newest(self) -> bool:
+        """Close the newest open request, since the pages of the oldest do not fit. Returns False if that is the oldest itself.
+
+        The closed request is served again later. If it was the only open request, it can never fit and is skipped.
+        """
         newest = self._open.pop()
         self._caches.pop().close()
-        if not self._open:  # alone with the whole cache: it can never fit
+        if not self._open:  # it had the whole cache for itself: it can never fit
             self._num_running = 0
             self._skip(newest)
             return False
@@ -274,11 +279,11 @@ class Engine:
         newest.prompt = self._source.joined([newest.prompt, newest.output[: newest.generated]])
         newest.output = newest.output[newest.generated :]
         newest.generated = 0
-        self._given_up.append(newest)
+        self._restarting.append(newest)
         return True
 
     def _skip(self, request: OpenRequest) -> None:
-        """Count a request that does not fit; what its look-up found was of no use."""
+        """Count a request as skipped, and subtract its match from the totals."""
         outcome = self._outcome
         outcome.skipped.append(request.index)
         outcome.hit_tokens[request.index] = 0
@@ -287,7 +292,7 @@ class Engine:
         self._count_pages(request, -1)
 
     def _count_pages(self, request: OpenRequest, sign: int) -> None:
-        """Add the pages of a request's hit to the totals, or take them back."""
+        """Add (sign 1) or subtract (sign -1) the pages of a request's match to or from the totals."""
         for total, found in zip(self._outcome.hit_pages, request.hit_pages, strict=False):  # empty for a miss
             for level, num_pages in enumerate(found):
                 total[level] += sign * num_pages

@@ -1,8 +1,8 @@
-"""Proof that a reused page holds what its tokens need: pages are stamped when they are computed and compared when they are reused.
+"""Verifies that reused pages have the right contents: stamps are written when pages are computed, and compared at each reuse.
 
-Rule: stamps are written and read in the stream's order, as a kernel would, so a page that is handed on too early, moved wrongly or
-matched wrongly shows. Token t of a block has the 4 bytes at 4 * t of its page: its fingerprint, which depends on all tokens before.
-A recurrent state has the fingerprint of the last token that went into it: it is another one at every length.
+Stamps are written and read in stream order, as by a kernel. So a page that is freed too early, moved wrongly or matched wrongly is
+found. The stamp of token t of a block is its fingerprint, which depends on all earlier tokens, at byte 4 * t of the page. The stamp
+of a recurrent state is the fingerprint of its last token, which differs at every length.
 """
 
 from __future__ import annotations
@@ -14,52 +14,55 @@ from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES
 from kv_cache_manager_v2.cli.layers import ROLE, LayerKind, Layers
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, Stream
 
-MAX_MISMATCHES: Final = 20  # how many are described
+MAX_MISMATCHES: Final = 20  # most mismatches that are described
 
-Piece = tuple[str, int, bytes]  # what it is, in words; address; the bytes that are to be there
+Stamp = tuple[str, int, bytes]  # description, address, expected bytes
 
 
 class PageStamps:
-    """Writes and checks the pages of one manager, whose layers are those of `layers`."""
+    """Writes and compares the stamps of one manager's pages."""
 
     def __init__(self, manager: KVCacheManager, driver: EmulatedDriver, stream: Stream, layers: Layers) -> None:
         self._driver = driver
         self._stream = stream
-        self._lanes = [_Lane(manager, kind) for kind in layers.kinds if not kind.recurrent]
-        self._states = [_State(manager, kind) for kind in layers.kinds if kind.recurrent]
-        self.pages_checked = 0  # comparisons that have run
+        self._attention = [_AttentionStamps(manager, kind) for kind in layers.kinds if not kind.recurrent]
+        self._states = [_StateStamps(manager, kind) for kind in layers.kinds if kind.recurrent]
+        self.pages_checked = 0  # comparisons so far
         self.num_mismatches = 0
         self.mismatches: list[str] = []  # the first MAX_MISMATCHES of them
 
     def write(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> None:
-        """Stamp tokens [beg, end) of a running request, whose first tokens have these fingerprints, and its state at `end`."""
-        pieces = self._pieces(cache, fingerprints, beg, end)
-        if pieces:
-            self._driver.launch(self._stream, lambda: self._write(pieces))
+        """Queue the writing of stamps for tokens [beg, end) of a running request, and for its state at `end`.
+
+        `fingerprints` are those of the request's tokens from the first one on.
+        """
+        stamps = self._stamps_of(cache, fingerprints, beg, end)
+        if stamps:
+            self._driver.launch(self._stream, lambda: self._write(stamps))
 
     def check(self, cache: KVCache, request: int, fingerprints: bytes, num_tokens: int) -> None:
-        """Compare what is left of the first `num_tokens`, all computed, of a running request, named `request` in a message."""
-        pieces = self._pieces(cache, fingerprints, 0, num_tokens)
-        if pieces:
-            self._driver.launch(self._stream, lambda: self._check(pieces, request))
+        """Queue a comparison of all pages that a running request still has for its first `num_tokens` tokens."""
+        stamps = self._stamps_of(cache, fingerprints, 0, num_tokens)
+        if stamps:
+            self._driver.launch(self._stream, lambda: self._check(stamps, request))
 
-    def _pieces(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> list[Piece]:
-        """Each block's share of tokens [beg, end), and the state at `end`."""
+    def _stamps_of(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> list[Stamp]:
+        """The stamps of tokens [beg, end), one per block, and of the state at `end`."""
         if beg >= end:
             return []
-        pieces: list[Piece] = []
-        for lane in self._lanes:
-            pieces += lane.pieces(cache, fingerprints, beg, end)
+        stamps: list[Stamp] = []
+        for layer in self._attention:
+            stamps += layer.stamps(cache, fingerprints, beg, end)
         for state in self._states:
-            pieces.append(state.piece(cache, fingerprints, end))
-        return pieces
+            stamps.append(state.stamp(cache, fingerprints, end))
+        return stamps
 
-    def _write(self, pieces: list[Piece]) -> None:
-        for _what, address, stamp in pieces:
+    def _write(self, stamps: list[Stamp]) -> None:
+        for _what, address, stamp in stamps:
             self._driver.write_bytes(address, stamp)
 
-    def _check(self, pieces: list[Piece], request: int) -> None:
-        for what, address, stamp in pieces:
+    def _check(self, stamps: list[Stamp], request: int) -> None:
+        for what, address, stamp in stamps:
             self.pages_checked += 1
             found = self._driver.read_bytes(address, len(stamp))
             if found == stamp:
@@ -72,8 +75,8 @@ class PageStamps:
                 )
 
 
-class _Lane:
-    """Where the pages of an attention layer lie."""
+class _AttentionStamps:
+    """The stamps of an attention layer's pages."""
 
     def __init__(self, manager: KVCacheManager, kind: LayerKind) -> None:
         self._kind = kind
@@ -84,15 +87,15 @@ class _Lane:
         self._tokens_per_block = manager.tokens_per_block
         self._prefix = "" if kind.name == "full" else f"{kind.name} layer, "
 
-    def pieces(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> list[Piece]:
-        """Each block's share of tokens [beg, end), without the blocks that left the window."""
+    def stamps(self, cache: KVCache, fingerprints: bytes, beg: int, end: int) -> list[Stamp]:
+        """The stamps of tokens [beg, end), one per block, without blocks outside the window."""
         size = self._tokens_per_block
         first = beg // size
         last = -(-end // size)
         base_indices = cache.get_base_page_indices(self._group)
         indices = self._convert(base_indices[first:last])
         stale_beg, stale_end = self._kind.stale(cache.history_length, size)
-        pieces: list[Piece] = []
+        stamps: list[Stamp] = []
         for ordinal, index in zip(range(first, last), indices, strict=True):
             if stale_beg <= ordinal < stale_end:
                 continue
@@ -101,12 +104,12 @@ class _Lane:
             hi = min(end, (ordinal + 1) * size)
             address = self._base + index * self._stride + (lo - ordinal * size) * FINGERPRINT_BYTES
             stamp = fingerprints[lo * FINGERPRINT_BYTES : hi * FINGERPRINT_BYTES]
-            pieces.append((f"{self._prefix}block {ordinal}", address, stamp))
-        return pieces
+            stamps.append((f"{self._prefix}block {ordinal}", address, stamp))
+        return stamps
 
 
-class _State:
-    """Where the states of a recurrent layer lie."""
+class _StateStamps:
+    """The stamps of a recurrent layer's states."""
 
     def __init__(self, manager: KVCacheManager, kind: LayerKind) -> None:
         self._name = kind.name
@@ -115,8 +118,8 @@ class _State:
         self._stride = manager.get_page_stride(kind.layer, ROLE)
         self._convert = manager.get_page_index_converter(kind.layer, ROLE)
 
-    def piece(self, cache: KVCache, fingerprints: bytes, num_tokens: int) -> Piece:
-        """The state after the first `num_tokens`."""
+    def stamp(self, cache: KVCache, fingerprints: bytes, num_tokens: int) -> Stamp:
+        """The stamp of the state after the first `num_tokens` tokens."""
         slot = cache.get_ssm_block_base_index(self._group)
         assert slot != BAD_PAGE_INDEX, "a running request has no state"
         (index,) = self._convert([slot])

@@ -1,6 +1,6 @@
-"""The standard streams of a command, and the file that a report is written to.
+"""The standard streams of the command, and the file to which a report is written.
 
-Rule: what cannot be written is found before the work, as far as the system can say. A closed stream is no reason for a traceback.
+An output that cannot be written is found before the work starts, as far as the system allows. A closed stream causes no traceback.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ STANDARD: Final = (0, 1, 2)
 
 
 class OutputError(Exception):
-    """The report cannot be written; the text says where to and why."""
+    """The report cannot be written. The text names the file and the reason."""
 
 
 def fill_closed_streams() -> None:
-    """Open the null device wherever a standard stream is closed: else the next file that is opened would take its number.
+    """Open the null device in place of closed standard streams; otherwise the next file opened would get their numbers.
 
-    `sys.stdin` and `sys.stdout` stay None, so that their use can be refused; what is written to a closed standard error is dropped.
+    `sys.stdin` and `sys.stdout` stay None, so that using them can be refused. Output to a closed standard error is lost.
     """
     for number in STANDARD:
         try:
@@ -37,7 +37,7 @@ def fill_closed_streams() -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds. Raises OSError; then it is dropped, or Python would complain again as it exits."""
+    """Flush standard output. If that raises OSError, the output is lost; Python would otherwise report the error again at exit."""
     if sys.stdout is None or sys.stdout.closed:
         return
     try:
@@ -48,7 +48,7 @@ def flush_output() -> None:
 
 
 def drop_output() -> None:
-    """Let standard output go nowhere from now on."""
+    """Redirect standard output to the null device."""
     if sys.stdout is not None and not sys.stdout.closed:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, STANDARD[1])
@@ -56,9 +56,9 @@ def drop_output() -> None:
 
 
 class ReportOutput:
-    """Where the report goes: a file, or standard output for None. A context manager around the work.
+    """The output of the report: a file, or standard output for None. A context manager around the work.
 
-    Raises OutputError on entry if it cannot be written. A file that was made for a report that never came is removed.
+    Raises OutputError on entry if it cannot be written. A new file is removed again if no report was written.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -77,7 +77,7 @@ class ReportOutput:
         if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
             if os.path.isdir(path) or not os.access(path, os.W_OK):
                 raise OutputError(f"--output {path}: cannot be written")
-            return self  # a pipe or a device: opening it now could wait for its reader
+            return self  # opening a pipe or a device now could block until there is a reader
         try:
             self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -106,6 +106,6 @@ def _write_to_standard_output(text: str) -> None:
     output = sys.stdout
     try:
         output.write(text)
-    except UnicodeEncodeError:  # as of a file name in a terminal that has no such characters
+    except UnicodeEncodeError:  # such as a file name with characters that the terminal's encoding lacks
         output.write(text.encode("ascii", "backslashreplace").decode("ascii"))
     flush_output()

@@ -1,10 +1,10 @@
-"""Request traces: what was asked of a serving system, one request a line.
+"""Request traces: the requests to a serving system, one per line.
 
-Rule: a trace is checked line by line as it is read, and a line that is not understood is never guessed at: it stops the reading
-with its number and the reason, or is counted and reported if the caller asked for that.
+Every line is validated as it is read. A malformed line raises an error with its number and the reason, or is counted and reported
+if the caller asks for that.
 
 The Mooncake format is JSON lines with `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`: one id for
-every block of the prompt, the last one for a possibly partial block. Equal ids mean equal tokens.
+every block of the prompt, of which the last may be partial. Equal ids mean equal tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOONCAKE_FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_id
 
 
 class TraceError(Exception):
-    """A trace cannot be read; the text names the file and, where there is one, the line."""
+    """A trace cannot be read. The text names the file and, if known, the line."""
 
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """One request. `block_ids` names the prompt's blocks of the trace's block size; the last may be partial."""
+    """One request. `block_ids` are the ids of the prompt's blocks, in the trace's block size; the last may be partial."""
 
     input_length: int  # prompt tokens, at least 1
     output_length: int  # generated tokens
@@ -46,7 +46,7 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests in the file's order, and what was skipped on the way."""
+    """The requests in the order of the file, and the skipped lines."""
 
     records: list[TraceRecord]
     bad_lines: list[BadLine]
@@ -55,8 +55,8 @@ class Trace:
 def read_trace(path: str, block_size: int, *, skip_bad_lines: bool = False, max_records: int | None = None) -> Trace:
     """Read a Mooncake-format trace: a file, a `.gz` file, or standard input for `-`.
 
-    Stops after `max_records` good lines. Raises TraceError for a file that cannot be read, for one without requests, and for the
-    first malformed line unless `skip_bad_lines`.
+    Stops after `max_records` valid lines. Raises TraceError for a file that cannot be read or has no requests, and for the first
+    malformed line unless `skip_bad_lines`.
     """
     records: list[TraceRecord] = []
     bad_lines: list[BadLine] = []
@@ -72,7 +72,7 @@ def read_trace(path: str, block_size: int, *, skip_bad_lines: bool = False, max_
             elif skip_bad_lines:
                 bad_lines.append(BadLine(number, record))
             else:
-                raise TraceError(f"{path}, line {number}: {record} (--skip-bad-lines goes on without such lines)")
+                raise TraceError(f"{path}, line {number}: {record} (--skip-bad-lines skips such lines)")
     if not records:
         skipped = (
             f" ({len(bad_lines)} malformed lines, the first is line {bad_lines[0].number}: {bad_lines[0].reason})"
@@ -84,12 +84,12 @@ def read_trace(path: str, block_size: int, *, skip_bad_lines: bool = False, max_
 
 
 def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
-    """One line's request, or what is wrong with it."""
+    """The request of one line, or an error message."""
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:  # its own text would add "line 1" to the line of the trace
+    except json.JSONDecodeError as error:  # the text of the exception would contain a misleading "line 1"
         return f"not JSON: {error.msg} at column {error.colno}"
-    except ValueError as error:  # bytes that are not UTF-8
+    except ValueError as error:  # not UTF-8
         return f"not JSON: {error}"
     except RecursionError:
         return "not JSON: nested too deeply"
@@ -123,7 +123,7 @@ def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
 
 
 def _lines(path: str) -> Generator[bytes, None, None]:
-    """The trace's lines, with the errors of reading turned into ours."""
+    """The lines of the trace. Turns read errors into TraceError."""
     try:
         if path == STDIN:
             if sys.stdin is None:
@@ -140,7 +140,7 @@ def _lines(path: str) -> Generator[bytes, None, None]:
 
 
 def _kind(value: object) -> str:
-    """How a JSON value is called in a message."""
+    """The name of a JSON value's type, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,7 +1,4 @@
-"""Which build of the package is running, and on which devices it could run.
-
-Rule: facts about the installation only; nothing here touches a device unless it is asked to look for one.
-"""
+"""Which build of the package is running, and on which devices it can run."""
 
 from typing import Final, NamedTuple
 
@@ -9,14 +6,14 @@ VERSION: Final = "0.1.0"
 COMPILED: Final[bool] = not __file__.endswith(".py")
 
 class BuildInfo(NamedTuple):
-    """What `build_info` says."""
+    """The result of `build_info`."""
 
     version: str
     compiled: bool
     drivers: tuple[str, ...]
 
 def cuda_problem() -> str:
-    """Why no CUDA device can be used here, or the empty string. Initialises the CUDA driver if there is one."""
+    """Why no CUDA device can be used; empty if one can. Initialises the CUDA driver if it is installed."""
 
 def build_info() -> BuildInfo:
-    """Version, compiled or interpreted, and the device drivers at hand. Takes milliseconds: it looks for a GPU at every call."""
+    """The version, the build and the available device drivers. Takes milliseconds, since every call looks for a GPU."""

@@ -1,7 +1,7 @@
-"""What the user configures: memory tiers, layers and their buffers, and the knobs of the manager.
+"""The configuration of a manager: memory tiers, layers and their buffers, and parameters.
 
-Rule: a configuration that exists is valid. Each record checks itself on construction, and `validate()` checks again whatever was
-assigned since; both raise `ConfigError` with the field, its value and what would be right. Sizes are bytes, lengths are tokens.
+Each record is validated on construction. `validate()` does so again, after fields were assigned. Both raise `ConfigError` with the
+field, its value and what is right. Sizes are in bytes, lengths in tokens.
 
 The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
 """
@@ -25,7 +25,7 @@ def tier_granularity(tier: CacheTier, quota: int) -> int:
 
 @dataclass
 class CacheTierConfig(ABC):
-    """One level of memory: its kind and how many bytes all pools of the level may take together."""
+    """One cache level: its kind of memory, and the bytes that all of its pools may use together."""
 
     quota: int
 
@@ -54,10 +54,10 @@ class HostCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
-    """Files in one directory. They have no name, so nothing remains after the process.
+    """Files in one directory. The files have no names, so none remains after the process has ended.
 
-    Each page has a checksum in memory, made when it is written and compared when it is read. A page that differs is lost: its
-    cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` (or "none") saves the time.
+    A checksum of each page is computed when the page is written, kept in memory, and compared when it is read. If it differs, the
+    page is lost: its cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` turns this off.
     """
 
     path: str
@@ -69,7 +69,7 @@ class DiskCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class BufferConfig:
-    """One buffer of a layer: the bytes that it needs for one block."""
+    """One buffer of a layer, and its size for one block."""
 
     role: DataRole
     size: int
@@ -77,7 +77,7 @@ class BufferConfig:
 
     def validate(self) -> None: ...
     def expansion(self, tokens_per_block: SupportsIndex) -> int:
-        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not fill it exactly."""
+        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
 
 @dataclass
 class LayerConfig(ABC):
@@ -94,7 +94,7 @@ class LayerConfig(ABC):
 
     @abstractmethod
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
-        """Layers with equal keys form one layer group. The kinds here answer (is attention, window or 0, sink blocks)."""
+        """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
 
 @dataclass
 class AttentionLayerConfig(LayerConfig):
@@ -128,7 +128,7 @@ class KVCacheDesc:
 
 @dataclass
 class BatchDesc:
-    """Requests that are to be on the GPU together; they share the first `system_prompt_length` tokens."""
+    """Requests that must fit the GPU together. They share their first `system_prompt_length` tokens."""
 
     kv_caches: Sequence[KVCacheDesc]
     system_prompt_length: int = 0
@@ -137,7 +137,7 @@ class BatchDesc:
 
 @dataclass
 class SwaScratchReuseConfig:
-    """Blocks that leave every window within one prefill step borrow parts of shared slots instead of taking slots of their own."""
+    """Blocks that leave the window within one prefill step share scratch slots instead of using slots of their own."""
 
     max_rewind_len: int = 0
 
@@ -145,7 +145,7 @@ class SwaScratchReuseConfig:
 
 @dataclass
 class KVCacheManagerConfig:
-    """Everything that a manager is built from. The manager keeps a deep copy."""
+    """The complete configuration of a manager. The manager keeps a deep copy."""
 
     tokens_per_block: int
     cache_tiers: Sequence[CacheTierConfig]
@@ -173,10 +173,10 @@ class KVCacheManagerConfig:
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...
     def copy(self) -> KVCacheManagerConfig:
-        """A deep copy: nothing is shared with this one."""
+        """A deep copy, which shares nothing with this configuration."""
 
     def without_tier(self, tier: CacheTier) -> KVCacheManagerConfig:
-        """A copy without a tier; the others stay. Raises ConfigError for the GPU, without which there is no cache."""
+        """A copy without one tier. Raises ConfigError for the GPU tier, which every cache needs."""
 
     def validate(self) -> None:
-        """Check everything, also what was assigned after construction. Raises ConfigError."""
+        """Validate all fields, including those assigned after construction. Raises ConfigError."""

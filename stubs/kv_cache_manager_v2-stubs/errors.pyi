@@ -1,35 +1,35 @@
-"""The exception tree: every error that we raise on purpose is one of these.
+"""The exceptions of this package.
 
-Rule: a user's mistake raises before anything changes, and the text carries the offending value and the remedy. The builtin bases
-let an engine's existing handlers keep working. None of these is a native class: native classes cannot have such bases.
+A user's mistake raises before anything changes, with the offending value and the remedy in the text. The builtin base classes keep
+an engine's existing handlers working. None of these is a native class, since native classes cannot have such bases.
 """
 
 class KVCacheError(Exception):
-    """Root of all errors of this package."""
+    """The base class of all errors of this package."""
 
 class ConfigError(KVCacheError, ValueError, AssertionError):
-    """A configuration or an argument has a value that can never work."""
+    """A configuration field or an argument has an invalid value."""
 
 class UnknownBufferError(ConfigError, KeyError):
-    """A layer or a role that the configuration does not have; engines ask so whether there is one, and catch KeyError."""
+    """The configuration has no such layer or role. Also a KeyError, which engines catch to test whether a buffer exists."""
 
 class LogicError(KVCacheError, RuntimeError, AssertionError):
-    """A call that the object's present state does not allow."""
+    """The object's present state does not allow the call."""
 
 class AlreadyDroppedError(LogicError, ValueError):
-    """A handle that has been used up was used again."""
+    """A planned drop was applied twice."""
 
 class OutOfMemoryError(KVCacheError, MemoryError):
-    """A tier or the process has no memory left for what was asked."""
+    """A tier or the process has not enough memory for the request."""
 
 class OutOfPagesError(OutOfMemoryError):
-    """No page can be had, even by evicting everything that may be evicted."""
+    """There are not enough slots, even if every evictable page is evicted."""
 
 class DeviceUnavailableError(KVCacheError, RuntimeError):
-    """No device can be initialised."""
+    """No device can be initialised. The text names the alternatives."""
 
 class CuError(KVCacheError, RuntimeError):
-    """A device call failed; `error_code` is the driver's code, `call` the function that returned it."""
+    """A device call failed. `error_code` is the driver's code, `call` the function that returned it."""
 
     error_code: int
     call: str
@@ -37,13 +37,13 @@ class CuError(KVCacheError, RuntimeError):
     def __init__(self, message: str, error_code: int = 0, call: str = "") -> None: ...
 
 class HostRegistrationError(OutOfMemoryError):
-    """Host memory could not be registered with the device: names the size, the limit found and the remedy."""
+    """Host memory could not be registered with the device. The text names the size, the limit and the remedy."""
 
 class PageDataLostError(KVCacheError, RuntimeError):
-    """The bytes of a page that a request depends on were lost by a failed transfer; close the request and start it again."""
+    """A failed transfer lost the bytes of a page that a request needs. Close the request and start it again."""
 
 class CorruptedError(LogicError):
-    """The manager is poisoned: an exception left its structures inconsistent. The text names the first cause.
+    """The manager is poisoned: an unexpected exception left its structures inconsistent. The text names the first cause.
 
-    `KVCacheManager.poison_reason()` says the same; `shutdown()` still frees all memory.
+    `KVCacheManager.poison_reason()` returns the same text. `shutdown()` still frees all memory.
     """

@@ -1,8 +1,7 @@
-"""Ids, enums and constants: the vocabulary of every room.
+"""Ids, enums and constants that the whole package uses.
 
-Rule: an id is a plain int at run time. What the user brings (layers, roles, streams) is plain for the type checker too; what
-we hand out has a type of its own, so that a life cycle is never used as a pool group. Calling a NewType costs nothing once
-compiled.
+An id is a plain int at run time. Ids that the user chooses (layers, roles, streams) are plain for the type checker too. Ids that
+the package chooses have types of their own, so that a life cycle cannot be used as a pool group. Compiled, a NewType costs nothing.
 """
 
 from enum import IntEnum
@@ -29,24 +28,24 @@ SlidingWindowSize: TypeAlias = int | None
 DataRole: TypeAlias = str
 
 class CacheTier(IntEnum):
-    """Kind of memory behind a cache level."""
+    """The kind of memory of a cache level."""
 
     GPU_MEM = 0
     HOST_MEM = 1
     DISK = 2
 
 class PageStatus(IntEnum):
-    """What may be done to a page; read off its two counters, never stored."""
+    """What may be done to a page. Computed from the page's counts of locks and holds."""
 
     LOCKED = 1
     HELD = 2
     DROPPABLE = 3
 
 class PageIndexMode(IntEnum):
-    """How a layer's page index is counted from its base address.
+    """To which base address the page indices of a layer refer.
 
-    SHARED: base address = pool base + the buffer's offset; all layers of a group use equal indices.
-    PER_LAYER: base address = pool base; the layer's offset is folded into the index. Scratch blocks need it.
+    SHARED: base address = pool base + offset of the buffer. All layers of a group use equal indices.
+    PER_LAYER: base address = pool base. The index includes the layer's offset. Scratch blocks need this mode.
     """
 
     SHARED = 0

@@ -1,18 +1,19 @@
-"""What a cached block may tell the outside: the seam between the tree and whoever listens to it.
+"""The interface through which the radix tree reports changes to a listener.
 
-Rule: a listener is told after the fact, in the order in which things happened, and must only take notes: it may not call the
-manager, and what is costly (keys, records) is made when the notes are read, not here. What one raises is logged, and stops nothing.
+A listener is called after each change, in the order of the changes, while the manager's lock is held. It must not call the manager,
+and should only record the change: compute keys and other costly things later. An exception that it raises is logged, and the change
+goes on.
 """
 
 from abc import ABC, ABCMeta, abstractmethod
 
 class CachedBlock(metaclass=ABCMeta):
-    """A block of tokens in the reuse tree, as a listener sees it."""
+    """A block of the radix tree, as a listener sees it."""
 
     def __reduce__(self) -> str: ...
     @abstractmethod
     def block_key(self) -> bytes:
-        """The 32-byte chained key; computed on the first request, then kept."""
+        """The 32-byte chained key. Computed by the first call, then kept."""
 
     @abstractmethod
     def parent_block(self) -> CachedBlock | None:
@@ -23,32 +24,32 @@ class CachedBlock(metaclass=ABCMeta):
         """The block's tokens: ids, and digests as 32 bytes."""
 
 class CacheListener(ABC):
-    """Told about every change of what is cached. A page is named by its block and its life cycle (layer group)."""
+    """Receives every change of the cached pages. A page is identified by its block and its life cycle (layer group)."""
 
     @abstractmethod
     def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
-        """A page became matchable: a new block's, or a wider one for a block that exists.
+        """A page can be matched now: the page of a new block, or one with more coverage for an existing block.
 
-        A block that was hidden while loads were in flight tells its pages when it is shown, those told before once more.
+        A block that cannot match while loads are in flight reports all its pages afterwards, including those reported before.
         """
 
     @abstractmethod
     def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
-        """One life cycle's page, told or not, left a block that stays in the tree."""
+        """A block that stays in the tree lost its page in one life cycle, whether or not the page was reported as stored."""
 
     @abstractmethod
     def block_removed(self, block: CachedBlock) -> None:
-        """The block leaves the tree with all its pages; descendants follow, each with a call of its own, parents first.
+        """A block leaves the tree with all its pages. Its descendants follow, each with its own call, parents first.
 
-        During this call its key can still be made, afterwards only if somebody asked before.
+        `block_key` works during this call; afterwards, only if it was called before.
         """
 
     @abstractmethod
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
-        """A page of an attached block changed its cache level; moves within a level are not told."""
+        """A page of a block in the tree moved to another cache level. Moves within a level are not reported."""
 
     def attached(self, block_key_hash: str) -> None:
-        """A manager takes the listener, before anything else is told. `block_key_hash` names the hash of its block keys."""
+        """A manager was constructed with this listener: the first call. `block_key_hash` names the hash of its block keys."""
 
     def item_named(self, digest: bytes, uuid: str) -> None:
-        """Tokens of a multimodal item that the front end calls `uuid` are about to be committed."""
+        """Tokens of a multimodal item, to which the front end gave the id `uuid`, are about to be committed."""

@@ -1,6 +1,6 @@
-"""Records of what was counted: the deltas that an engine reads, and the tables that the manager adds to.
+"""Records of statistics: the deltas that an engine reads, and the tables to which the manager adds.
 
-Rule: counting is a few integer additions where the change happens. Nothing here reads a clock; readers take differences. Blocks are
+Counting is a few integer additions at the place of the change. Nothing here reads a clock; readers compute differences. Blocks are
 counted per attention life cycle and beam: one block of a model with two life cycles counts twice.
 """
 
@@ -28,7 +28,7 @@ ITERATION_FIELDS: Final = (
 
 @dataclass
 class StatsDelta:
-    """Integer fields that add up; the base of the deltas below."""
+    """The base class of the deltas below: a record of integer fields that can be added and subtracted."""
 
     def add(self: _Delta, other: _Delta) -> None:
         """Add another delta of the same class to this one, field by field."""
@@ -37,7 +37,7 @@ class StatsDelta:
         """Subtract another delta of the same class, field by field."""
 
     def clear(self) -> None:
-        """All fields to 0."""
+        """Set all fields to 0."""
 
     def copy(self: _Delta) -> _Delta: ...
     @property
@@ -46,7 +46,7 @@ class StatsDelta:
 
 @dataclass
 class KVCacheStatsDelta(StatsDelta):
-    """Blocks of attention layers that requests took and found."""
+    """Blocks of attention layers that requests allocated and reused."""
 
     alloc_total_blocks: int = 0
     alloc_new_blocks: int = 0
@@ -54,15 +54,15 @@ class KVCacheStatsDelta(StatsDelta):
     missed_blocks: int = 0
 
 class IterationFields(StatsDelta):
-    """No dataclass: compiled ones take every class attribute for a field."""
+    """Has the names of the fields. Not a dataclass: a compiled dataclass treats every class attribute as a field."""
 
 @dataclass
 class KVCacheIterationStatsDelta(IterationFields):
-    """What happened to one life cycle since the last reading. Bytes: blocks times the slot size of its pool group.
+    """Changes in one life cycle since the last reading. Bytes are blocks times the slot size of the pool group.
 
-    Movement and drops are those of all pages, whatever caused them: requests, prefetches, snapshots, resizes. A cached page is
-    dropped to make room, because nothing can match through it any more, or by `clear_reusable_blocks`. A page that a wider one
-    replaces does not count as dropped, nor does a private page at the end of its request.
+    Moves and drops of all pages are counted, whether caused by requests, prefetches, snapshots or resizes. A cached page is dropped
+    when its slot is needed, when no match can use it any more, or by `clear_reusable_blocks`. A page replaced by one with more
+    coverage does not count as dropped, and neither does a page that was never cached.
     """
 
     iter_alloc_total_blocks: int = 0
@@ -86,13 +86,13 @@ class KVCacheIterationStatsDelta(IterationFields):
 
     @property
     def iter_cache_hit_rate(self) -> float:
-        """Reused blocks of those looked up; 0 if none was."""
+        """Reused blocks as a share of those looked up; 0 if there were none."""
 
 @dataclass
 class SsmSnapshotIterationStatsDelta(StatsDelta):
-    """Look-ups of snapshots of recurrent state: one for each request created with tokens.
+    """Look-ups of snapshots of recurrent state: one per request created with tokens.
 
-    The names without `iter_` are those of earlier versions, for one release.
+    The field names without `iter_`, of earlier versions, still work in this release.
     """
 
     iter_snapshot_lookups: int = 0
@@ -105,13 +105,13 @@ class SsmSnapshotIterationStatsDelta(StatsDelta):
 
     @property
     def iter_snapshot_hit_rate(self) -> float:
-        """Hits of all look-ups; 0 if there was none."""
+        """Hits as a share of all look-ups; 0 if there were none."""
 
     def __getattr__(self, name: str) -> int | float: ...
 
 @dataclass
 class ReusedBlocksByLevel:
-    """Reused blocks by the cache level on which they were found; lists by level."""
+    """Reused blocks by the cache level on which they were found. Each list is indexed by level."""
 
     full: list[int] = ...
     partial: list[int] = ...
@@ -121,11 +121,11 @@ class ReusedBlocksByLevel:
         """Whether all counts are 0."""
 
     def add(self, other: ReusedBlocksByLevel) -> None:
-        """Add another table to this one, level by level; the lists grow to the longer one's length."""
+        """Add another table level by level. The lists grow to the length of the longer table."""
 
 @dataclass(frozen=True)
 class PoolGroupPeakBlockStats:
-    """The largest values of a pool group on a level between two readings, each field on its own."""
+    """The largest value of each field for a pool group on a level between two readings. Fields may peak at different times."""
 
     available: int = 0
     unavailable: int = 0
@@ -133,7 +133,7 @@ class PoolGroupPeakBlockStats:
 
 @dataclass(frozen=True)
 class StorageStatistics:
-    """A pool group on a level; counts in slots."""
+    """The slot counts of a pool group on a level."""
 
     slot_sizes: tuple[int, ...]
     total: int
@@ -148,7 +148,7 @@ class StorageStatistics:
     def unavailable(self) -> int: ...
 
 class MovementCounters:
-    """Pages moved between levels, dropped, and shared instead of kept twice, per life cycle. Counts never fall.
+    """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
     moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
     """
@@ -161,7 +161,7 @@ class MovementCounters:
 
     def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None: ...
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy, however it is made, is one of the counts so far and no longer changes."""
+        """Copies and pickles have the counts so far, and do not change."""
 
     def pages_moved(self, source: SupportsIndex, destination: SupportsIndex) -> int:
         """Pages moved from one level to another, in all life cycles."""

@@ -215,12 +215,12 @@ def test_the_table_has_a_line_for_each_kind_of_layer_and_tier(tmp_path: Path, ca
     ("options", "reason"),
     [
         (["--layers", "half"], "'half'"),
-        (["--window", "5"], "--window means nothing with --layers full"),
+        (["--window", "5"], "--window has no effect with --layers full"),
         (["--layers", "full+window", "--window", "0"], "0 is not at least 1"),
-        (["--layers", "full+window", "--sinks", "4"], "--sinks means nothing with --layers full+window"),
+        (["--layers", "full+window", "--sinks", "4"], "--sinks has no effect with --layers full+window"),
         (["--layers", "window-sinks", "--sinks", "-1"], "-1 is negative"),
-        (["--layers", "window-sinks", "--snapshot-every", "64"], "--snapshot-every means nothing with --layers window-sinks"),
-        (["--layers", "full+ssm", "--window", "64"], "--window means nothing with --layers full+ssm"),
+        (["--layers", "window-sinks", "--snapshot-every", "64"], "--snapshot-every has no effect with --layers window-sinks"),
+        (["--layers", "full+ssm", "--window", "64"], "--window has no effect with --layers full+ssm"),
     ],
 )
 def test_an_option_that_the_layers_do_not_have_is_refused(

@@ -1,6 +1,6 @@
-"""Public descriptions of the GPU's pools: what disaggregated serving and page tables are built from.
+"""Public descriptions of the GPU's pools, from which page tables for disaggregated serving are built.
 
-Rule: the order depends on the configuration alone, never on addresses or hashes, so that two managers with the same layers describe
+Rule: the order depends on the configuration alone, never on addresses or hashes. So two managers with the same layers describe
 their memory in the same order and can be paired item by item.
 """
 
@@ -12,16 +12,16 @@ from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc, StorageLay
 
 @dataclass(frozen=True)
 class ExpandedBuffer:
-    """A buffer in an aggregated page, and how many of its own blocks make one block of the manager."""
+    """A buffer in an aggregated page. `expansion` is how many of the buffer's own blocks make one block of the manager."""
 
     id: BufferId
     expansion: int
 
 @dataclass(frozen=True)
 class AggregatedPageDesc:
-    """Buffers that lie side by side in the slots of one pool.
+    """Contiguous buffers in the slots of one pool.
 
-    Their bytes for block ordinal o are the `size` bytes at base + stride * (aggregated page index of o in the layer group).
+    The bytes of block ordinal o are the `size` bytes at base + stride * (aggregated page index of o in the layer group).
     """
 
     base: int
@@ -31,7 +31,7 @@ class AggregatedPageDesc:
     buffers: tuple[ExpandedBuffer, ...]
 
 def aggregate(layout: StorageLayout, buffer_ids: Iterable[BufferId], base_addresses: list[list[int]]) -> list[AggregatedPageDesc]:
-    """Merge buffers into contiguous runs; ordered by layer group, pool and offset. A buffer named twice counts once.
+    """Merge buffers into contiguous runs, ordered by layer group, pool and offset. Duplicates are ignored.
 
     `base_addresses[pool group][pool]` are the pools' addresses. Raises ConfigError for an unknown buffer. O(n log n).
     """

@@ -1,8 +1,7 @@
-"""Which bytes of one rank's pages are which bytes of another's, for ranks that divide the model differently.
+"""Matches the bytes of one rank's pages with those of another, for ranks that divide the model differently.
 
-Rule: buffers are matched by the layer of the whole model and by role, bytes by the heads that both ranks have. All is decided when
-two ranks meet; for a request only slot ids are filled in. Blocks that are out of a window have no page on either side and are
-skipped.
+Buffers are matched by role and by their layer in the whole model, bytes by the heads that both ranks have. This is done once for
+two ranks; a request only adds its slot ids. Blocks outside a window have no page on either side and are skipped.
 
     source rank, heads 0..3 of layers 0..3          destination rank, heads 2..3 of layers 2..3
     slot: | 0k | 0v | 1k | 1v | 2k | 2v | 3k | 3v |   slot: | 2k | 2v | 3k | 3v |
@@ -18,7 +17,7 @@ from kv_cache_manager_v2.disagg.page_table import (
 )
 
 class Segment(NamedTuple):
-    """Bytes that lie together on both sides, for every block: at base + stride * slot."""
+    """Bytes that are contiguous on both sides. Those of a block are at base + stride * slot."""
 
     source_base: int
     source_stride: int
@@ -27,21 +26,21 @@ class Segment(NamedTuple):
     nbytes: int
 
 class ByteMove(NamedTuple):
-    """One copy."""
+    """One copy of contiguous bytes."""
 
     source: int
     destination: int
     nbytes: int
 
 class GroupPairing(NamedTuple):
-    """What two layer groups have in common."""
+    """The bytes that two layer groups have in common."""
 
     source_group: int
     destination_group: int
     segments: tuple[Segment, ...]
 
 class TransferPlan:
-    """All that one rank has for another."""
+    """The bytes that one rank can copy to another."""
 
     source: KVCachePageTable
     destination: KVCachePageTable
@@ -51,18 +50,18 @@ class TransferPlan:
     def __init__(self, source: KVCachePageTable, destination: KVCachePageTable, pairings: list[GroupPairing]) -> None: ...
     def __reduce__(self) -> tuple[object, ...]: ...
     def moves(self, source_slots: Sequence[Integers], destination_slots: Sequence[Integers]) -> list[ByteMove]:
-        """The copies for one request, given its slots on both sides, by layer group and block ordinal (`request_slots`).
+        """The copies for one request, given its slots on both sides by layer group and block ordinal (see `request_slots`).
 
-        A block is moved where the destination has a page. Raises ConfigError (a ValueError), before anything is moved, if the
-        source has none there, or for a slot beyond a pool's end. O(blocks x segments).
+        A block is copied if the destination has a page for it. O(blocks x segments). Raises ConfigError (a ValueError) if the
+        source has no page for such a block, or for a slot beyond the end of a pool.
         """
 
 def match_page_tables(source: KVCachePageTable, destination: KVCachePageTable) -> TransferPlan:
-    """Find what the source rank has for the destination rank; nothing in common gives an empty plan.
+    """Find the bytes that the source rank can copy to the destination rank. The plan is empty if they have none in common.
 
-    Raises ConfigError (a ValueError) where both have a buffer and its bytes cannot be matched: other block lengths, sizes a
-    head, heads that do not divide evenly, or a split of what cannot be split.
+    Raises ConfigError (a ValueError) if both ranks have a buffer whose bytes cannot be matched. Reasons are different block lengths
+    or sizes per head, heads that do not divide evenly, and a buffer that cannot be split.
     """
 
 def missing_buffers(destination: KVCachePageTable, plans: Sequence[TransferPlan]) -> list[tuple[int, str]]:
-    """(global layer, role) of the buffers that the plans of all source ranks together do not fill wholly."""
+    """(global layer, role) of each buffer that the plans of all source ranks together do not fill completely."""

@@ -1,11 +1,11 @@
-"""Page tables: what a peer must know to read or write a request's pages by itself, for disaggregated serving.
+"""Page tables: what a peer needs to know to read or write a request's pages, for disaggregated serving.
 
-Rule: a table is built from the public descriptors alone (`pool_group_descs`, the configuration), holds numbers only, and means the
-same in another process. Blocks of a request are named by slot ids; a byte's address is
+A table is built from public descriptors alone (`pool_group_descs`, the configuration). It holds only numbers and strings, so it can
+be sent to another process. A request's blocks are identified by slot ids. The address of a byte is
 
     base_address of the pool + slot_bytes * slot id + offset of the buffer in the slot
 
-Which bytes of one table belong to which of another is decided once (`page_matching.match_page_tables`), not for every request.
+The tables of two ranks are matched once, by `page_matching.match_page_tables`, and not for every request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class BufferEntry(NamedTuple):
     repetitions: int
 
 class LocalLayer(NamedTuple):
-    """A layer of this rank, and which layer of the whole model it is."""
+    """A layer of this rank, and its id in the whole model."""
 
     local_id: int
     global_id: int
@@ -42,7 +42,7 @@ class LocalLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class PhysicalPool:
-    """Memory of one pool on the GPU."""
+    """The GPU memory of one pool."""
 
     base_address: int
     slot_bytes: int
@@ -53,13 +53,13 @@ class PhysicalPool:
 
 @dataclass(frozen=True)
 class PhysicalPoolGroup:
-    """Pools in which a slot id names the same slot."""
+    """Pools that share their slot ids."""
 
     pools: tuple[PhysicalPool, ...]
 
 @dataclass(frozen=True)
 class PoolView:
-    """How a layer group divides the slots of one pool."""
+    """How the buffers of a layer group divide the slots of one pool."""
 
     pool_idx: int
     entries: tuple[BufferEntry, ...]
@@ -68,7 +68,7 @@ class PoolView:
 
     @property
     def layer_order(self) -> list[int]:
-        """Local ids of the layers, by their smallest offset; empty if FLAT."""
+        """Local ids of the layers, ordered by their smallest offset; empty if FLAT."""
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -83,17 +83,17 @@ class LayerGroup:
 
     @property
     def kv_head_num_per_rank(self) -> int:
-        """Of its first layer."""
+        """KV heads of the group's first layer, on this rank."""
 
 class MemoryRegion(NamedTuple):
-    """Memory that a transfer library has to register."""
+    """A memory range that a transfer library has to register."""
 
     name: str
     address: int
     nbytes: int
 
 class SlotRegion(NamedTuple):
-    """A slot in one pool."""
+    """The memory of a slot in one pool."""
 
     address: int
     nbytes: int
@@ -109,7 +109,7 @@ class StateSection(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCachePageTable:
-    """Everything about a rank's pages on its GPU. Valid until the manager's GPU level is resized."""
+    """The layout of a rank's pages on its GPU. Valid until the GPU level of the manager is resized."""
 
     tokens_per_block: int
     layer_groups: tuple[LayerGroup, ...]
@@ -118,40 +118,40 @@ class KVCachePageTable:
     tensor_size: int = 1
 
     def pool(self, layer_group: SupportsIndex, view: PoolView) -> PhysicalPool:
-        """The memory that a view of a layer group divides."""
+        """The pool that a view of a layer group divides. Raises ConfigError for a view of another layer group."""
 
     def slot_regions(self, layer_group: SupportsIndex, slot_ids: Integers) -> list[SlotRegion]:
-        """The whole slots of a request's blocks, pool by pool; absent ones (negative ids: out of the window) are left out.
+        """The memory of a request's slots, pool by pool. Negative ids (blocks outside the window) are left out.
 
-        Raises ConfigError (a ValueError) for a slot that the pools do not have. O(slots x pools).
+        O(slots x pools). Raises ConfigError (a ValueError) for a slot beyond the end of the pools.
         """
 
     def check_slots(self, layer_group: SupportsIndex, slot_ids: Integers) -> None:
         """Raise ConfigError if a slot is beyond the end of the layer group's pools."""
 
     def memory_regions(self) -> list[MemoryRegion]:
-        """What to register before transfers, each range once: kv_cache_memory_pool0, ..."""
+        """The memory ranges to register before transfers, each once: kv_cache_memory_pool0, ..."""
 
     def state_sections(self, layer_group: SupportsIndex) -> list[StateSection]:
-        """Where the state of each recurrent layer lies, buffer by buffer. Raises ConfigError for a layer group of attention."""
+        """The memory of each recurrent layer's state, buffer by buffer. Raises ConfigError for an attention layer group."""
 
     def request_slots(self, cache: KVCache, beam: SupportsIndex = 0) -> list[list[int]]:
-        """The slots of an ACTIVE request, by layer group and block ordinal; absent pages are negative. Recurrent: one slot.
+        """The slots of one beam of an ACTIVE request, by layer group and block ordinal. A recurrent group has one slot.
 
-        Of one beam: the blocks that a further beam shares with beam 0 are absent, so that each block is moved once. Raises
-        LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
+        An absent page has a negative id. For beams other than 0, blocks shared with beam 0 are absent, so that each block is copied
+        once. Raises LogicError for a request that is not ACTIVE, ConfigError for a beam that it does not have.
         """
 
     def to_dict(self) -> dict[str, object]:
-        """Plain lists, strings and ints, good for JSON or msgpack; `from_dict` undoes it."""
+        """The table as plain lists, strings and ints, for JSON or msgpack. `from_dict` is the inverse."""
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> KVCachePageTable:
-        """The table of a dictionary. Raises ConfigError for one that is not of this format."""
+        """Rebuild a table from `to_dict`. Raises ConfigError for a dictionary of another format."""
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What the descriptors do not say about a layer."""
+    """Facts about a layer that the descriptors do not contain."""
 
     global_id: int
     kv_heads: int = 0
@@ -167,10 +167,10 @@ def build_page_table(
     tensor_size: SupportsIndex = 1,
     head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
-    """The page table of a rank, from the descriptors of its pool groups.
+    """Build the page table of a rank from the descriptors of its pool groups.
 
-    Raises ConfigError (a ValueError) for a layer without information, two layers with one global id, a layer group that no
-    descriptor names, a tensor rank out of range, or an unknown order of heads.
+    Raises ConfigError (a ValueError) for a layer that `layers` lacks, two layers with one global id, a layer group without a
+    descriptor, a tensor rank out of range, or an unknown head order.
     """
 
 def page_table_of(
@@ -181,13 +181,14 @@ def page_table_of(
     tensor_size: SupportsIndex = 1,
     head_order: str = TOKENS_FIRST,
 ) -> KVCachePageTable:
-    """The page table of a manager. `kv_heads`: heads on this rank, of all attention layers or by layer; 0: unknown.
+    """Build the page table of a manager.
 
-    `global_ids`: which layer of the whole model each one is; by default its own id. Raises as `build_page_table`.
+    `kv_heads` is the number of KV heads on this rank, one for all attention layers or by layer; 0 means unknown. `global_ids` gives
+    the id of each layer in the whole model; by default that is its own id. Raises the errors of `build_page_table`.
     """
 
 def virtual_layer_id(model_layer: SupportsIndex, attention_type: SupportsIndex, num_attention_types: SupportsIndex) -> int:
-    """A global id for models in which one layer has several kinds of attention, each a layer of the manager.
+    """A global id for models in which one layer has several kinds of attention, each of which is a layer of the manager.
 
-    `num_attention_types` is the number of kinds that there can be, not of those in use, so that all ranks agree.
+    `num_attention_types` is the number of possible kinds, not of those in use, so that all ranks agree.
     """

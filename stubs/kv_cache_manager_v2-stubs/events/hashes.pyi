@@ -1,11 +1,11 @@
 """The hashes by which events name blocks.
 
-Rule: a block's hash depends on its tokens, on all tokens before it and on its scope, and on nothing else. It is computed once, when
-an event first needs it. A `HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
+A block's hash depends only on its tokens, all tokens before it and its scope. It is computed once, when an event first needs it. A
+`HashedBlock` outlives the cached block and keeps its tokens, so that a dropped block can still be named.
 
     v2_blake3, v2_sha256          the 32-byte chained key of reuse/keys.py, as 64 hexadecimal digits
-    v2_blake3_64, v2_sha256_64    its first 8 bytes, big-endian, unsigned
-    v1_block_key                  the older mixing of 64 bits; blocks with a digest in them or before them get v2_sha256_64
+    v2_blake3_64, v2_sha256_64    the first 8 bytes of that key, big-endian, unsigned
+    v1_block_key                  an older 64-bit hash of ids; a block with a digest in it or before it gets v2_sha256_64
     auto                          v1_block_key
 """
 
@@ -21,9 +21,9 @@ HASH_ALGORITHMS: Final[tuple[str, ...]] = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256
 BlockName: TypeAlias = int | bytes
 
 class HashedBlock:
-    """What a block's hash is made from; a scope's root has no tokens and no parent.
+    """The input of a block's hash. The root of a scope has no tokens and no parent.
 
-    A long chain must be unlinked before it is freed through its last block: see `KVCacheEventManager.__del__`.
+    A long chain must be unlinked before its last block is deallocated: see `KVCacheEventManager.__del__`.
     """
 
     parent: HashedBlock | None
@@ -37,7 +37,7 @@ class HashedBlock:
     def is_root(self) -> bool: ...
 
 class BlockHashes(ABC):
-    """One algorithm."""
+    """One hash algorithm."""
 
     algorithm: str
     keys: BlockKeys
@@ -45,28 +45,28 @@ class BlockHashes(ABC):
     def __init__(self, algorithm: str, keys: BlockKeys) -> None: ...
     @abstractmethod
     def hash_of(self, block: HashedBlock) -> BlockHash:
-        """O(blocks before it that were never hashed)."""
+        """The block's hash, as published. O(ancestors not hashed yet)."""
 
     @abstractmethod
     def name_of(self, block: HashedBlock) -> BlockName:
-        """Equal for two blocks exactly if their published hashes are. As costly as `hash_of`.
+        """A value that is equal for two blocks exactly if their published hashes are. Costs as much as `hash_of`.
 
-        Different blocks can share a name: 64 bits are few, v1 mixes rather than hashes, and see the framing in reuse/keys.py.
+        Different blocks may share a name: 64-bit hashes can collide, v1 is a weak hash, and see the framing in reuse/keys.py.
         """
 
     @property
     def needs_keys(self) -> bool:
-        """Whether every hash is made from a chained key."""
+        """Whether every hash is computed from a chained key."""
 
     @property
     def names_are_keys(self) -> bool:
         """Whether `name_of` is the chained key."""
 
     def key_of(self, block: HashedBlock) -> bytes:
-        """The chained key."""
+        """The chained key. O(ancestors whose key is not computed yet)."""
 
 def make_block_hashes(algorithm: str) -> BlockHashes:
-    """The algorithm of a name. Raises ConfigError (a ValueError) for an unknown one."""
+    """The hash algorithm for a value of `hash_algo`. Raises ConfigError (a ValueError) for an unknown one."""
 
 def short_hash(key: bytes) -> int:
     """The 64-bit form of a chained key: its first 8 bytes, big-endian, unsigned."""
@@ -77,8 +77,8 @@ def v1_block_hash(
     lora_id: SupportsIndex | None = None,
     salt: SupportsIndex | None = None,
 ) -> int:
-    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt, the only one that the salt enters
-    (all later ones depend on it through their parents); the LoRA id enters every block.
+    """The v1 hash of a block of ids. `parent_hash` is None for the first block of a prompt.
 
-    Raises ConfigError for tokens that are no ids.
+    The salt enters the first block only; later blocks depend on it through their parents. The LoRA id enters every block. Raises
+    ConfigError for tokens that are not ids.
     """

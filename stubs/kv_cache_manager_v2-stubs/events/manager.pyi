@@ -1,13 +1,13 @@
-"""The event manager: what became reusable, moved or went, as a stream that routers read.
+"""The event manager: a stream of events about blocks that become reusable, move between levels or are removed.
 
-Rule: the cache only queues short records of what changed. The next flush or snapshot hashes and orders them, outside of its lock.
+The cache only queues a short record of each change. The next flush or snapshot hashes and orders them, without the manager's lock.
 
     page_stored, ...  ->  event records  ->  pending events  ->  ready events  ->  get_latest_events
     under the manager's lock            flush_iteration_events                any thread
 
-The stream is a contract. Per layer group a block is stored before it is moved or removed, is removed once, and is stored again only
-after that; so a snapshot and the events from its `next_event_id` on always give what is cached (`EventMirror` does it). Event ids
-count up by one: at a gap the reader was too slow, and events were dropped, oldest first (`num_dropped_events` counts them).
+Rule: in each layer group, a block is stored before it moves or is removed, is removed once, and is stored again only after that. So
+a snapshot, followed by the events from its `next_event_id` on, always gives the cached blocks (`EventMirror` computes them). Event
+ids count up by one. A gap means that the reader was too slow and the oldest events were dropped (see `num_dropped_events`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,15 +23,16 @@ MAX_RECORDS: Final[int]
 MAX_UUIDS: Final[int]
 
 class KVCacheEventManager(CacheListener):
-    """Pass it to one `KVCacheManager` as `event_manager`, call `flush_iteration_events` once an iteration, read on any thread.
+    """Publishes what one manager caches, as events. Pass it to one `KVCacheManager` as `event_manager`.
 
-    `max_kv_event_entries` bounds the events that wait for a reader; 0 turns events off. `hash_algo` says how events name blocks
-    (see hashes.py); None: by the manager's own keys, "v2_blake3" unless its `block_key_hash` says otherwise. Events carry the
-    window of their layer group: `window_size_by_layer_group`, or `window_size` for groups not listed.
+    Call `flush_iteration_events` once per iteration; `get_latest_events` may be called on any thread. `max_kv_event_entries` is how
+    many events may wait for a reader; 0 turns events off. `hash_algo` is how events name blocks (see hashes.py). None uses the
+    manager's own keys: "v2_blake3", or "v2_sha256" with `block_key_hash="sha256"`. Each event carries the window of its layer group
+    from `window_size_by_layer_group`, or `window_size` for a group not listed.
 
-    `attention_dp_gather` is a collective call that gives every rank's events to all ranks. With it rank 0 publishes for all ranks,
-    and (rank, event id) names an event. `mm_token_id_offset` is the id above which ids count positions of multimodal items; with it
-    stored blocks say which items they hold. Raises ConfigError (a ValueError).
+    `attention_dp_gather` is a collective call that returns the events of all ranks to every rank. With it, rank 0 publishes for all
+    ranks, and (rank, event id) identifies an event. `mm_token_id_offset` is the id above which ids are positions of multimodal
+    items; with it, stored blocks list their items. Raises ConfigError (a ValueError).
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class KVCacheEventManager(CacheListener):
     def __reduce__(self) -> str: ...
     @property
     def hash_algo(self) -> str:
-        """The algorithm's own name, where `auto` was asked for."""
+        """The name of the hash algorithm; for `auto`, the one that it selects."""
 
     @property
     def num_dropped_events(self) -> int:
-        """Events that no reader will see, since more than `max_kv_event_entries` waited."""
+        """Events dropped so far because more than `max_kv_event_entries` waited for a reader."""
 
     @property
     def window_size_by_layer_group(self) -> dict[int, int]:
-        """A copy. Set it before `add_created_event`; an event keeps the window that held when it arose."""
+        """The windows by layer group, a copy. Set it before `add_created_event`: it does not change existing events."""
 
     @window_size_by_layer_group.setter
     def window_size_by_layer_group(self, windows: Mapping[int, SupportsIndex]) -> None: ...
@@ -69,18 +70,21 @@ class KVCacheEventManager(CacheListener):
     def block_removed(self, block: CachedBlock) -> None: ...
     def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None: ...
     def item_named(self, digest: bytes, uuid: str) -> None:
-        """An item has one uuid, the latest; those of the latest `MAX_UUIDS` items are kept."""
+        """Keep the uuid of a multimodal item. Only the latest uuid of an item, and the latest `MAX_UUIDS` items, are kept."""
 
     def add_created_event(self, num_blocks_per_cache_level: Integers, layer_group_ids: Integers | None = None) -> None:
-        """Blocks on each cache level; one event for each layer group, or one for all (None)."""
+        """Add an event with the number of blocks on each cache level: one per layer group, or one for all groups (None)."""
 
     def add_stored_event(
         self, parent_hash: BlockHash | None, blocks: Sequence[KVCacheStoredBlockData], layer_group_id: SupportsIndex | None = None
     ) -> None:
-        """Blocks that the cache does not know; they are announced as they are, and no removal of them follows by itself."""
+        """Add an event about blocks that the cache does not know. Their removal must be added too: the cache will not do so."""
 
     def add_removed_event(self, block_hashes: BlockHashes, layer_group_id: SupportsIndex | None = None) -> None:
-        """Hashes pass through. Bytes are chained keys: of announced blocks, which are then no longer so; others are ignored."""
+        """Add an event that removes blocks. A hash is passed through unchanged.
+
+        Bytes are the chained key of an announced block, which is then no longer announced; unknown keys are ignored.
+        """
 
     def add_updated_event(
         self,
@@ -89,21 +93,27 @@ class KVCacheEventManager(CacheListener):
         priority: KVCacheEventDiff | None = None,
         layer_group_id: SupportsIndex | None = None,
     ) -> None:
-        """Nothing without a difference. Hashes pass through; the key of a block that is not announced is ignored."""
+        """Add an event about a change of level or priority; does nothing if both are None.
+
+        A hash is passed through unchanged. Bytes are the chained key of an announced block; unknown keys are ignored.
+        """
 
     def flush_iteration_events(self) -> None:
-        """Hand over what happened since the last flush; the oldest events beyond the maximum are dropped. Once per iteration, on
-        every rank. What a gather raises is passed on, and the events wait for the next flush."""
+        """Make the events since the last flush available to readers. Call it once per iteration, on every rank.
+
+        The oldest events beyond `max_kv_event_entries` are dropped. An exception of the gather call is passed on, and the events
+        are kept for the next flush.
+        """
 
     def get_latest_events(self, timeout_ms: SupportsFloat | None = None) -> list[KVCacheEvent]:
-        """All events that wait, oldest first, once there is any; [] after `timeout_ms` without one, at once if that is not above 0.
+        """Return all events that are ready, oldest first; wait for one if there is none. [] after `timeout_ms` without one.
 
-        None waits for ever, but with `max_kv_event_entries` <= 0, where no event can come. From any thread; no lock is held while
-        it waits.
+        A timeout of 0 or less does not wait. None waits without limit, except that it returns [] at once if events are turned off.
+        May be called on any thread. No lock is held during the wait.
         """
 
     def snapshot_events(self) -> EventSnapshot:
-        """All announced blocks as stored events with id -1, and the id of the first event that is not in them.
+        """All announced blocks as stored events with id -1, and the id of the first event that is not included.
 
-        Skip events with smaller ids that a flush or a reader still gets. O(announced blocks). Raises LogicError if events are off.
+        A reader must skip later events with smaller ids. O(announced blocks). Raises LogicError if events are turned off.
         """

@@ -1,7 +1,7 @@
-"""A mirror of what is cached somewhere else, kept up to date by its events.
+"""A mirror of another process's cache, kept up to date by its events.
 
-Rule: a snapshot, and then every event from its `next_event_id` on, always give exactly what is announced there. The mirror checks
-that: an event that contradicts what it knows is an error of the stream, and a gap in the ids is reported, never passed over.
+A snapshot, followed by every event from its `next_event_id` on, gives exactly the announced blocks. The mirror checks the stream:
+an event that contradicts earlier ones raises an error, and a gap in the ids is reported.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from kv_cache_manager_v2.events.records import (
 )
 
 class MirroredBlock:
-    """One block, as long as some layer group has it."""
+    """One block that is cached in at least one layer group."""
 
     parent_hash: BlockHash | None
     content: bytes | tuple[UniqueToken, ...]
@@ -27,24 +27,24 @@ class MirroredBlock:
         """As `KVCacheStoredBlockData.packed_tokens`."""
 
 class EventMirror:
-    """What one rank's cache holds. Without a snapshot it begins empty, with event 0."""
+    """The blocks that one rank has cached. Without a snapshot it starts empty, at event 0."""
 
     blocks: dict[BlockHash, MirroredBlock]
     next_event_id: int
 
     def __init__(self, snapshot: EventSnapshot | None = None) -> None: ...
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy, however it is made, does not follow this mirror."""
+        """Copies and pickles are independent of this mirror."""
 
     def reset(self, snapshot: EventSnapshot) -> None:
-        """Begin again, as after a gap. A snapshot that is none, or contradicts itself, leaves the mirror as it was."""
+        """Start again from a snapshot, as after a gap. An invalid snapshot raises and leaves the mirror unchanged."""
 
     def apply(self, events: Iterable[KVCacheEvent]) -> bool:
-        """Take in events in the order of the stream; those that the snapshot contains are skipped.
+        """Apply events in the order of the stream, skipping those that the snapshot includes.
 
-        False: events are missing before one of these, and nothing from there on was taken in; `reset` with a new snapshot. Raises
-        LogicError for an event that cannot follow from what is known.
+        Returns False at a gap in the ids. Events from the gap on are not applied: `reset` with a new snapshot. Raises LogicError
+        for an event that contradicts earlier ones.
         """
 
     def num_cached(self, block_hashes: Sequence[BlockHash], layer_group_id: SupportsIndex) -> int:
-        """How many of a prompt's blocks, from its first one on, the layer group has."""
+        """How many of a prompt's blocks the layer group has cached, counted from the first one up to a gap."""

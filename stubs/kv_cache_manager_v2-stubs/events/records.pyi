@@ -1,7 +1,7 @@
-"""What events say: value records, and the dictionaries that they become in JSON.
+"""The records of which events consist, and their form as dictionaries for JSON.
 
-Rule: a record is a value. It pickles, compares by content and never changes once a reader can see it. A stored block keeps its
-tokens packed, as they were committed, until they are read.
+A record is a value: it can be pickled, compares by content, and does not change once a reader can see it. A stored block keeps its
+tokens packed, as they were committed, and unpacks them when they are read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ NO_GROUP: Final = -1
 
 @dataclass(frozen=True)
 class UniqueToken:
-    """One token of a stored block: its id, or a digest in hexadecimal.
+    """One token of a stored block: an id, or a digest in hexadecimal.
 
-    The cache's own events have ids and digests, and no extra id. Events of an engine's own may have any string and any integers.
+    Events of the cache use ids and digests without an extra id. Events that an engine adds may use any string and any integers.
     """
 
     token_id: int | str
@@ -24,13 +24,13 @@ class UniqueToken:
 
 @dataclass(frozen=True)
 class KVCacheEventDiff:
-    """A value that changed."""
+    """The old and the new value of a field."""
 
     old_value: int
     new_value: int
 
 class KVCacheStoredBlockData:
-    """One block that became reusable in one layer group."""
+    """One block that has become reusable in one layer group."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class KVCacheStoredBlockData:
         mm_keys: Sequence[MmKey] = (),
         cache_salt: str | None = None,
     ) -> None:
-        """`tokens` are `UniqueToken` records, or packed as `reuse/tokens.py` packs them. Raises ConfigError."""
+        """`tokens` are `UniqueToken` records, or packed tokens as in `packed_tokens`. Raises ConfigError."""
 
     @property
     def block_hash(self) -> BlockHash: ...
     @property
     def tokens(self) -> list[UniqueToken]:
-        """A new list; O(tokens)."""
+        """The tokens, as a new list. O(tokens)."""
 
     @property
     def packed_tokens(self) -> bytes:
-        """The tokens as bytes: 4 a token, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1).
+        """The tokens as bytes: 4 per id, little-endian; a digest is the word 0x80000000 and its 32 bytes. O(1).
 
-        Raises LogicError for tokens with extra ids, and for strings that are no digests: these exist in `tokens` alone.
+        Raises LogicError if a token has an extra id, or is a string other than a digest: read `tokens` then.
         """
 
     @property
     def content(self) -> bytes | tuple[UniqueToken, ...]:
-        """Equal for two blocks exactly if their tokens are: packed, or as records where they cannot be packed. O(1)."""
+        """The packed tokens, or the records if they cannot be packed. Equal for two blocks exactly if their tokens are. O(1)."""
 
     @property
     def cache_level(self) -> int: ...
@@ -66,11 +66,11 @@ class KVCacheStoredBlockData:
     def priority(self) -> int: ...
     @property
     def mm_keys(self) -> list[MmKey]:
-        """Where multimodal items lie in the block: a new list."""
+        """The multimodal items in the block and their positions, as a new list."""
 
     @property
     def cache_salt(self) -> str | None:
-        """None in the cache's own events: the scope's salt enters the hash, and is published nowhere else."""
+        """None in events of the cache: the salt of the scope is part of the hash and is not published."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -78,13 +78,16 @@ class KVCacheStoredBlockData:
 
 @dataclass(frozen=True)
 class KVCacheCreatedData:
-    """A layer group exists, with so many blocks on each cache level."""
+    """The number of blocks on each cache level, for one layer group or for all."""
 
     num_blocks_per_cache_level: Sequence[int]
 
 @dataclass(frozen=True)
 class KVCacheStoredData:
-    """Blocks that became reusable: each is the child of the one before it, the first of `parent_hash` (None: begins a prompt)."""
+    """Blocks that have become reusable. Each is the child of the one before it.
+
+    The first is a child of `parent_hash`, or begins a prompt if that is None.
+    """
 
     parent_hash: BlockHash | None
     blocks: Sequence[KVCacheStoredBlockData]
@@ -97,7 +100,7 @@ class KVCacheRemovedData:
 
 @dataclass(frozen=True)
 class KVCacheUpdatedData:
-    """A block moved to another cache level, or its priority changed; None for what did not."""
+    """A block has moved to another cache level, or its priority has changed. A field is None if it has not changed."""
 
     block_hash: BlockHash
     cache_level: KVCacheEventDiff | None
@@ -107,7 +110,7 @@ KVCacheEventData: TypeAlias = KVCacheCreatedData | KVCacheStoredData | KVCacheRe
 
 @dataclass(frozen=True)
 class KVCacheEvent:
-    """One change. `event_id` counts up from 0 within a rank; -1 in a snapshot, which is no part of the stream."""
+    """One event. `event_id` counts up from 0 within a rank; it is -1 in a snapshot, which is not part of the stream."""
 
     event_id: int
     data: KVCacheEventData
@@ -117,29 +120,29 @@ class KVCacheEvent:
     layer_group_id: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: a type name in every record; rank, hash and layer group only where they are given."""
+        """The event as a dictionary for JSON. Every record has a type name; rank, hash and layer group are left out if None."""
 
 @dataclass(frozen=True)
 class EventSnapshot:
-    """All that is reusable now, as stored events, and the id of the first event of the stream that is not in it."""
+    """All blocks that are reusable now, as stored events, and the id of the first event that is not included."""
 
     events: Sequence[KVCacheEvent]
     next_event_id: int
 
 def serialize_events(events: Iterable[KVCacheEvent]) -> list[dict[str, Any]]:
-    """`to_dict` of each. Raises ConfigError for what is no event."""
+    """`to_dict` of each event. Raises ConfigError for an item that is not an event."""
 
 def block_hash_of(value: object, name: str) -> BlockHash:
-    """A name of a block as events carry it."""
+    """Validate a block hash as events carry it. Raises ConfigError."""
 
 def group_of(layer_group_id: object) -> int:
-    """A layer group as a number; NO_GROUP for None."""
+    """Validate a layer group; NO_GROUP for None. Raises ConfigError."""
 
 def groups_of(layer_group_ids: object) -> list[int]:
-    """Some layer groups."""
+    """Validate a sequence of layer groups. Raises ConfigError."""
 
 def names_of(block_hashes: object) -> list[BlockHash | bytes]:
-    """The names of one block, or of several: hashes, and chained keys as bytes."""
+    """Validate the hashes or chained keys (bytes) of one block or several. Raises ConfigError."""
 
 def windows_of(given: object) -> dict[int, int]:
-    """Windows by layer group, a copy."""
+    """Validate and copy windows by layer group. Raises ConfigError."""
