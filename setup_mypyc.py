@@ -25,9 +25,10 @@ import generated_c
 PACKAGE: Final = "kv_cache_manager_v2"
 STUBS: Final = Path("stubs") / f"{PACKAGE}-stubs"  # the public modules' .pyi; copied beside their modules in the wheel
 
-# What stays interpreted: adapters to packages that may be absent or untyped, and the command line. Nothing compiled imports them
-# when it is imported itself.
-INTERPRETED: Final = ("__main__.py", "cli/", "extras/")
+# These stay interpreted. Adapters to packages that may be absent or untyped, and the command line: no compiled module imports them
+# when it is imported itself. Errors and configuration: users subclass them, and mypyc knows no subclass of a class of its own that
+# is not native: isinstance() is False there and a method refuses it. Nothing in these two files runs in a step.
+INTERPRETED: Final = ("__main__.py", "cli/", "config.py", "errors.py", "extras/")
 
 
 def compiled_modules(root: Path) -> list[str]:

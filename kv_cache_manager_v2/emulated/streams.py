@@ -215,8 +215,7 @@ class CallOperation(Operation):
 
 def kernel_error(stream: int, error: BaseException) -> BaseException:
     """What is raised for a kernel's exception: one of our own, KeyboardInterrupt and the like as they are, else a CuError."""
-    ours = issubclass(type(error), KVCacheError)  # mypyc takes an isinstance of a class that is not native for an exact match
-    if ours or not isinstance(error, Exception):
+    if isinstance(error, KVCacheError) or not isinstance(error, Exception):
         return error
     reported = CuError(f"a function launched on stream {stream} raised {type(error).__name__}: {error}", LAUNCH_FAILED, "launch")
     reported.__cause__ = error

@@ -80,9 +80,9 @@ class CudaContext:
             if not self.attribute(api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
                 raise unavailable(f"device {ordinal} ({self.name}) has no virtual memory management")
             self._open(self._device)
-        except (CuError, OutOfMemoryError, RuntimeError, OSError) as error:  # a missing library is raised, not returned
-            if isinstance(error, DeviceUnavailableError):
-                raise
+        except DeviceUnavailableError:
+            raise
+        except (CuError, OutOfMemoryError, RuntimeError, OSError) as error:  # the bindings raise if a library is missing
             raise unavailable(str(error)) from error
 
     def _open(self, device: CUdevice) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
     BatchDesc,
@@ -49,6 +50,30 @@ def test_defaults() -> None:
     assert config.rebalance_moving_average_decay == 0.9999
     assert config.block_key_hash == "blake3"
     assert not config.strict_quota
+
+
+class OwnSsm(SsmLayerConfig):
+    """An engine's own class."""
+
+
+class OwnDisk(DiskCacheTierConfig):
+    """An engine's own class."""
+
+
+class OwnConfig(KVCacheManagerConfig):
+    """An engine's own class."""
+
+
+def test_subclasses_are_accepted(tmp_path: Path) -> None:
+    """A user's subclass of a configuration is what its base is, on both builds."""
+    layer = OwnSsm(LayerId(0), buffers(64))
+    tiers = [GpuCacheTierConfig(64 * MIB), OwnDisk(64 * MIB, str(tmp_path))]
+    config = OwnConfig(32, tiers, [layer], commit_min_snapshot=True)
+    manager = KVCacheManager(config, driver=EmulatedDriver())
+    assert manager.create_kv_cache().close() is None
+    manager.shutdown()
+    with pytest.raises(ConfigError, match="layer 0 is an SSM layer"):
+        OwnConfig(32, tiers, [layer])
 
 
 def test_positional_order() -> None:

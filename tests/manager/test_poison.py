@@ -9,15 +9,26 @@ from pathlib import Path
 import pytest
 
 from kv_cache_manager_v2 import (
+    AlreadyDroppedError,
+    ConfigError,
     CorruptedError,
+    CuError,
+    DeviceUnavailableError,
+    HostRegistrationError,
+    KVCacheError,
     KVCacheManager,
     LogicError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    PageDataLostError,
+    UnknownBufferError,
     commit_batch,
     num_live_managers,
     poison_reason,
     resize_batch,
     take_poison,
 )
+from kv_cache_manager_v2.request.call import Call
 from tests.hunt.devices import Strange
 from tests.manager.helpers import GPU, GRAIN, toks
 from tests.manager.test_any_exception import Scene, scene_of
@@ -45,6 +56,14 @@ def poison(scene: Scene) -> None:
     with pytest.raises(Strange):
         scene.active.suspend()
     scene.device.heal()
+
+
+class Refused(OutOfPagesError):
+    """A subclass that the package does not know."""
+
+
+REFUSALS = [ConfigError, UnknownBufferError, LogicError, AlreadyDroppedError, OutOfPagesError, PageDataLostError, Refused]
+UNEXPECTED = [KVCacheError, OutOfMemoryError, DeviceUnavailableError, CuError, HostRegistrationError, CorruptedError]
 
 
 @pytest.fixture
@@ -118,6 +137,22 @@ def test_typed_errors_are_not_audited(scene: Scene) -> None:
     assert scene.manager.poison_reason() is None
     scene.manager.shared.tree.all_blocks()[0].pins -= 1
     scene.finish()
+
+
+@pytest.mark.parametrize("kind", REFUSALS + UNEXPECTED)
+def test_a_subclass_of_a_refusal_is_a_refusal(scene: Scene, kind: type[KVCacheError]) -> None:
+    """Only the other errors are audited, on both builds."""
+    break_pins(scene)
+    shared = scene.manager.shared
+    with pytest.raises(kind), shared.lock, Call(shared, "call()"):
+        raise kind("given")
+    assert (scene.manager.poison_reason() is None) == (kind in REFUSALS)
+    shared.tree.all_blocks()[0].pins -= 1
+    if kind in REFUSALS:
+        scene.finish()
+    else:
+        scene.manager.shutdown()
+        assert not scene.leaks()
 
 
 def test_clearing_ends_the_poison(scene: Scene) -> None:
