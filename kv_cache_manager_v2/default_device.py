@@ -1,7 +1,7 @@
-"""Which device a manager runs on when the user names none.
+"""The device that a manager runs on when the user passes no driver.
 
-KVCM_DEVICE says "cuda" (also when unset) or "emulated"; there is no silent fallback. Without a usable GPU the error names both ways
-out. The CUDA driver is an extra that is not compiled: it is imported by name, and only here.
+KVCM_DEVICE selects it: "cuda" (the default) or "emulated". There is no silent fallback: without a usable GPU an error names both
+remedies. The CUDA driver is optional and never compiled, so it is imported here by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEVICE_VARIABLE: Final = "KVCM_DEVICE"
 
 
 def default_driver() -> Driver:
-    """A driver of the device that the environment asks for. Raises DeviceUnavailableError, or ConfigError for an unknown name."""
+    """A driver of the device that KVCM_DEVICE selects. Raises DeviceUnavailableError, or ConfigError for an unknown name."""
     name = os.environ.get(DEVICE_VARIABLE, "cuda")
     if name == "emulated":
         return EmulatedDriver()

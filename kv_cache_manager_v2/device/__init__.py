@@ -1,1 +1,1 @@
-"""What memory, streams and files are made of."""
+"""Memory, streams and files of a device, and what the manager builds from them."""

@@ -1,8 +1,8 @@
-"""Arenas: the memory of one pool on one level, an array of slots of equal size that can grow and shrink.
+"""Arenas: the memory of one pool on one level, an array of equal slots that can grow and shrink.
 
-Rule: `resize` does all of it or nothing. If the device refuses, the arena takes its old memory again. If even that is refused, it
-has fewer slots: `num_slots` says how many have memory, and those keep their bytes. Memory that cannot be freed stays accounted for,
-and the next `resize` or `close` tries again. The caller has made sure that no transfer into or out of the arena is in flight.
+A `resize` that fails restores the old size. If the device refuses that too, `num_slots` falls to the slots that still have memory;
+these keep their bytes. Memory that cannot be freed stays accounted for, and the next `resize` or `close` tries again. The caller
+ensures that no transfer of the arena is in flight.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kv_cache_manager_v2.errors import ConfigError, HostRegistrationError, Logic
 
 _log: Final = logging.getLogger(__name__)
 
-REGISTRATION_BYTES: Final = 2 << 30  # most host memory registered by one call: one huge pin stalls the node, or fails
+REGISTRATION_BYTES: Final = 2 << 30  # most host memory in one registration: pinning more at once can stall the machine or fail
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Arena(ABC):
-    """`num_slots` slots of `slot_bytes` each, one after the other."""
+    """`num_slots` contiguous slots of `slot_bytes` each."""
 
     def __init__(self, slot_bytes: int) -> None:
         if slot_bytes <= 0:
@@ -47,32 +47,32 @@ class Arena(ABC):
         self.slot_bytes = slot_bytes
         self.num_slots = 0
         self.closed = False
-        self.fd = -1  # the file of the slots; -1: they are memory
+        self.fd = -1  # the file that holds the slots; -1: they are in memory
 
     @abstractmethod
     def address(self, slot: int) -> int:
-        """Where the slot begins: a memory address, or on disk a file offset. O(1)."""
+        """The start of a slot: a memory address, or a file offset on disk. O(1)."""
 
     @abstractmethod
     def _change(self, num_slots: int) -> None:
-        """Bring the memory to this many slots, from whatever state an earlier error has left it in."""
+        """Grow or shrink the memory to this many slots. An earlier error may have left it at any size."""
 
     @abstractmethod
     def _usable(self) -> int:
-        """Slots that have memory which the device can use."""
+        """Slots whose memory the device can use."""
 
     @abstractmethod
     def _free_all(self) -> None:
-        """Free all that the arena holds. Can be tried again after an error."""
+        """Free all memory. After an error it can be called again."""
 
     def most_slots(self) -> int:
-        """Slots that the arena could ever have; -1: no bound."""
+        """The most slots that the arena can have; -1: no bound."""
         return -1
 
     def resize(self, num_slots: int) -> None:
-        """Grow or shrink to this many slots; slots kept keep their bytes.
+        """Grow or shrink to this many slots; the remaining ones keep their bytes.
 
-        On an error it has the old slots again, or fewer if their memory could not be had again.
+        After an error the arena has its old size, or fewer slots if their memory could not be restored.
         """
         if self.closed:
             raise LogicError("a closed arena cannot be resized")
@@ -87,15 +87,15 @@ class Arena(ABC):
         self.num_slots = num_slots
 
     def _regain(self, before: int) -> None:
-        """The device refused a change: take the old memory again, or be as small as what is left."""
+        """After a failed change, restore the old size; if that fails, keep the slots that still have memory."""
         try:
             self._change(before)
-        except BaseException as error:  # the first error is raised already
+        except BaseException as error:  # the caller raises the first error
             self.num_slots = min(before, self._usable())
-            _log.error("a pool keeps %d of %d slots: the device did not give their memory back: %r", self.num_slots, before, error)
+            _log.error("a failed resize lost memory: a pool has %d of its %d slots left: %r", self.num_slots, before, error)
 
     def close(self) -> None:
-        """Free everything; a second call does nothing. After an error it can be tried again."""
+        """Free everything. A second call does nothing; after an error it tries again."""
         if not self.closed:
             self.num_slots = 0
             self._free_all()
@@ -107,7 +107,7 @@ class Arena(ABC):
 
 
 class ChunkPool:
-    """Physical device memory in chunks of one size, shared by all device arenas: what one frees another takes."""
+    """Physical device memory in chunks of one size. All device arenas share it, so that one reuses what another frees."""
 
     def __init__(self, driver: Driver, chunk_bytes: int) -> None:
         if chunk_bytes <= 0 or chunk_bytes % driver.granularity():
@@ -116,8 +116,8 @@ class ChunkPool:
             )
         self.driver = driver
         self.chunk_bytes = chunk_bytes
-        self.lent = 0  # chunks that arenas hold
-        self._spare: list[int] = []  # handles of chunks that no arena holds
+        self.in_use = 0  # chunks that arenas have
+        self._spare: list[int] = []  # handles of chunks that no arena has
 
     @property
     def spare(self) -> int:
@@ -126,32 +126,32 @@ class ChunkPool:
     def acquire(self) -> int:
         """A chunk's handle. Raises OutOfMemoryError."""
         chunk = self._spare.pop() if self._spare else self.driver.create_chunk(self.chunk_bytes)
-        self.lent += 1
+        self.in_use += 1
         return chunk
 
     def free(self, chunk: int) -> None:
-        """Free a chunk that is mapped nowhere, for another arena to use."""
-        assert self.lent > 0
-        self.lent -= 1
+        """Make an unmapped chunk available to other arenas."""
+        assert self.in_use > 0
+        self.in_use -= 1
         self._spare.append(chunk)
 
     def trim(self) -> None:
-        """Free the spare chunks: after a resize they are not needed soon."""
+        """Return the spare chunks to the device: after a resize they are not needed soon."""
         while self._spare:
             self.driver.destroy_chunk(self._spare[-1])
             self._spare.pop()
 
     def close(self) -> None:
-        """Free the spare chunks; LogicError if arenas still hold some."""
+        """Return the spare chunks to the device. Raises LogicError if arenas still have chunks."""
         self.trim()
-        if self.lent:
-            raise LogicError(f"{self.lent} chunks of {self.chunk_bytes} bytes are still held by device arenas; close these first")
+        if self.in_use:
+            raise LogicError(f"device arenas still have {self.in_use} chunks of {self.chunk_bytes} bytes; close the arenas first")
 
 
 class DeviceArena(Arena):
-    """Slots in device memory: one address range reserved for good, backed chunk by chunk, so addresses never move.
+    """Slots in device memory. One reserved address range is backed chunk by chunk, so addresses never change.
 
-    Chunks are mapped like a stack; slots may straddle them. `reserve_bytes` is the most that the arena can ever hold.
+    Chunks are mapped from the lowest address up; a slot may span two of them. `reserve_bytes` bounds the arena's size for good.
     """
 
     def __init__(self, driver: Driver, chunk_pool: ChunkPool, slot_bytes: int, reserve_bytes: int) -> None:
@@ -159,8 +159,8 @@ class DeviceArena(Arena):
         self._driver = driver
         self._chunk_pool = chunk_pool
         self._chunks: list[int] = []  # mapped chunks, lowest address first
-        self._accessible = 0  # so many of them, from the first, the device may read and write
-        self.reserved_bytes = round_up(max(1, reserve_bytes), chunk_pool.chunk_bytes)  # most that the arena can ever hold
+        self._accessible = 0  # how many of the first chunks the device may read and write
+        self.reserved_bytes = round_up(max(1, reserve_bytes), chunk_pool.chunk_bytes)  # upper bound of the arena's size
         self.base = driver.reserve(self.reserved_bytes)  # 0 once the range is released
 
     @property
@@ -224,15 +224,14 @@ class DeviceArena(Arena):
         assert self.num_slots * self.slot_bytes <= self.mapped_bytes <= self.reserved_bytes
         assert self.num_slots <= self._usable()
         assert len(set(self._chunks)) == len(self._chunks)
-        assert self._chunk_pool.lent >= len(self._chunks)
+        assert self._chunk_pool.in_use >= len(self._chunks)
 
 
 class HostArena(Arena):
-    """Slots in anonymous host memory, present from the start and registered with the device range by range.
+    """Slots in anonymous host memory, faulted in at once and registered with the device range by range.
 
-    The base may move when the arena grows. The ranges tile the memory from its base. Each is the largest multiple of both slot and
-    page size within `registration_bytes`, so that no slot straddles two of them; where the two sizes have no such multiple, slots
-    do straddle.
+    The base may change when the arena grows. The registered ranges are contiguous from the base. Their size is a multiple of slot
+    size and page size, so that no slot spans two ranges, unless no such multiple fits `registration_bytes`.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class HostArena(Arena):
         registration_bytes: int = REGISTRATION_BYTES,
         populate_threads: int = -1,
     ) -> None:
-        """`populate_threads`: threads that fault the memory in; 0: leave that to the first use; -1: half the processors."""
+        """`populate_threads`: threads that fault the memory in; 0: it is faulted in at first use; -1: half the processors."""
         super().__init__(slot_bytes)
         if registration_bytes < PAGE_BYTES or registration_bytes % PAGE_BYTES:
             raise ConfigError(f"registration_bytes={registration_bytes}: must be a positive multiple of the page size {PAGE_BYTES}")
@@ -252,7 +251,7 @@ class HostArena(Arena):
         self._range_bytes = registration_bytes - registration_bytes % whole if whole <= registration_bytes else registration_bytes
         self.base = 0  # address; 0 while there is no memory
         self.nbytes = 0  # mapped bytes, a multiple of the page size; a guard page follows, which is never registered
-        self.ranges: list[tuple[int, int]] = []  # registered (address, bytes), ascending, tiling the memory from its base
+        self.ranges: list[tuple[int, int]] = []  # registered (address, bytes), ascending, contiguous from the base
 
     def address(self, slot: int) -> int:
         return self.base + slot * self.slot_bytes
@@ -274,7 +273,7 @@ class HostArena(Arena):
             self._cut(wanted)
 
     def _map(self, wanted: int) -> None:
-        """Grow the mapping, in place or by moving it; registered memory must not move."""
+        """Grow the mapping, in place if possible. Before it moves, all of it is unregistered."""
         old = self.nbytes
         if old == 0:
             self.base = map_range(wanted + PAGE_BYTES)
@@ -290,20 +289,20 @@ class HostArena(Arena):
         populate_range(self.base + old, wanted - old, self._threads)
 
     def _cut(self, wanted: int) -> None:
-        """Cut the mapping to `wanted` bytes; nothing registered lies beyond. Cutting never moves it."""
+        """Shrink the mapping in place to `wanted` bytes; nothing beyond them is registered."""
         if wanted == 0:
             unmap_range(self.base, self.nbytes + PAGE_BYTES)
             self.base = 0
         elif resize_range(self.base, self.nbytes + PAGE_BYTES, wanted + PAGE_BYTES, may_move=False) == 0:
-            raise OutOfMemoryError(f"the operating system refused to cut {self.nbytes} bytes at {self.base:#x} to {wanted}")
+            raise OutOfMemoryError(f"the operating system refused to shrink {self.nbytes} bytes at {self.base:#x} to {wanted}")
         self.nbytes = wanted
 
     def _range_at(self, offset: int, end: int) -> int:
-        """Bytes of the range at an offset, a multiple of the range size, when memory is registered up to `end`."""
+        """Bytes of the range that starts at `offset`, if memory is registered up to `end`."""
         return min(self._range_bytes, end - offset)
 
     def _unregister_unlike(self, end: int) -> None:
-        """Unregister, last first, the ranges that memory registered up to `end` does not have."""
+        """Unregister the last ranges, as far as they differ from those of memory registered up to `end`."""
         while self.ranges:
             address, nbytes = self.ranges[-1]
             if nbytes == self._range_at(address - self.base, end):
@@ -312,7 +311,7 @@ class HostArena(Arena):
             self.ranges.pop()
 
     def _register_up_to(self, end: int) -> None:
-        """Register [what is registered, end) in ranges that tile the memory from its base."""
+        """Register further ranges, up to `end`."""
         done = self.registered_bytes
         while done < end:
             nbytes = self._range_at(done, end)
@@ -328,7 +327,7 @@ class HostArena(Arena):
         found = "unlimited" if limit < 0 else f"{format_bytes(limit)} ({limit} bytes)"
         return (
             f"the device refused to register {format_bytes(nbytes)} of host memory, of {format_bytes(total)} ({total} bytes) "
-            f"in all, {format_bytes(done)} being registered: {refusal}. RLIMIT_MEMLOCK is {found}. "
+            f"in all, after {format_bytes(done)}: {refusal}. RLIMIT_MEMLOCK is {found}. "
             "Raise it (`ulimit -l unlimited`, `--ulimit memlock=-1` for a container), configure a smaller host tier, or use "
             "KVCacheManagerConfig.without_tier(CacheTier.HOST_MEM)"
         )
@@ -349,7 +348,7 @@ class HostArena(Arena):
 
 
 class DiskArena(Arena):
-    """Slots in a file without a name under a directory: its space is allocated up front, and it is gone with the process."""
+    """Slots in an unnamed file, allocated in full when the arena grows. The file disappears with the process."""
 
     def __init__(self, slot_bytes: int, path: str) -> None:
         super().__init__(slot_bytes)
@@ -385,11 +384,11 @@ class DiskArena(Arena):
                 os.ftruncate(self.fd, new)
             except OSError as error:
                 why = f"{error.strerror} (errno {error.errno})"
-                raise OutOfMemoryError(f"a file under {self.path!r} cannot be cut: {why}") from error
+                raise OutOfMemoryError(f"a file under {self.path!r} cannot be shrunk: {why}") from error
             return
         system = os.fstatvfs(self.fd)
         space = system.f_bavail * system.f_frsize
-        if new - old > space:  # asked first: an allocation that must fail would fill the disk before it does
+        if new - old > space:  # checked first: an allocation that fails may fill the disk before it does
             raise OutOfMemoryError(self._full(new, f"{format_bytes(space)} are free"))
         try:
             os.posix_fallocate(self.fd, old, new - old)
@@ -407,7 +406,7 @@ class DiskArena(Arena):
         if self._driver is not None:
             self._driver.unprotect_file(fd)
             self._driver = None
-        self.fd = -1  # the descriptor is gone even if the system reports an error
+        self.fd = -1  # the system frees the descriptor even if close() reports an error
         if fd >= 0:
             os.close(fd)
 
@@ -418,7 +417,7 @@ class DiskArena(Arena):
 
 
 def _open_unnamed(path: str) -> int:
-    """A descriptor of a new file without a name in a directory. Raises ConfigError if the directory cannot have one."""
+    """The descriptor of a new unnamed file in a directory. Raises ConfigError if that is impossible."""
     if not os.path.exists(path):
         raise ConfigError(f"disk tier path {path!r} does not exist; create the directory or configure another one")
     if not os.path.isdir(path):
@@ -426,7 +425,7 @@ def _open_unnamed(path: str) -> int:
     try:
         return os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):  # all say: not known here
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):  # all mean: not supported
             raise ConfigError(_unwritable(path, error)) from error
     try:
         fd, name = tempfile.mkstemp(prefix="kvcm-", dir=path)

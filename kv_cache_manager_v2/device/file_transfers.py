@@ -1,8 +1,8 @@
-"""File transfers: one range of a file to or from host memory, and the bounded pool of threads that carries them out.
+"""File transfers between a file range and host memory, and the bounded pool of threads that runs them.
 
-Rule: a transfer's gate always opens, and says how. It opens when the transfer ends, or when its time is up while the transfer may
-still run: then it is GATE_TIMED_OUT until the transfer really ends and GATE_LATE for ever after, never GATE_DONE, because a stream
-that went on may have read or overwritten the memory in between.
+Every gate opens: when its transfer ends, or when the time limit passes. After the limit the gate is GATE_TIMED_OUT while the
+transfer still runs, and GATE_LATE once it has ended. It never becomes GATE_DONE, since a stream that went on may have read or
+overwritten the memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE,
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 
 DEFAULT_IO_THREADS: Final = 8
-# Where files lie in the page cache moving them is the processors' work, and more threads than these only take turns.
+# Transfers of files in the page cache are work for the processors; more threads than processors would not speed them up.
 BUFFERED_IO_THREADS: Final = max(2, min(DEFAULT_IO_THREADS, os.cpu_count() or 1))
 DEFAULT_TIMEOUT_S: Final = 60.0
 
 _log: Final = logging.getLogger(__name__)
-_FOREVER_S: Final = 3600.0  # a wait without an end in sight still wakes up now and then
+_FOREVER_S: Final = 3600.0  # the longest single wait; a loop then waits again
 
 
 def move_file_range(fd: int, offset: int, address: int, nbytes: int, writes: bool) -> str:
-    """Read or write a whole file range from or to memory; blocks. Returns what went wrong, empty if all bytes were moved."""
+    """Read or write a whole file range; blocks. Returns the error as text, empty if all bytes were transferred."""
     done = 0
     try:
         while done < nbytes:
@@ -51,7 +51,7 @@ def move_file_range(fd: int, offset: int, address: int, nbytes: int, writes: boo
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Transfer:
-    """One file transfer and its gate. A driver subclasses it to carry its own state or to open a gate of the device."""
+    """One file transfer and its gate. A driver's subclass adds state of its own, or a gate that a device stream can wait for."""
 
     def __init__(self, fd: int, offset: int, address: int, nbytes: int, writes: bool) -> None:
         self.fd = fd
@@ -61,7 +61,7 @@ class Transfer:
         self.writes = writes  # memory to file, else file to memory
         self.checksums: FileChecksums | None = None  # of the file; None: its bytes are not checked
         self.state = GATE_PENDING
-        self.error = ""  # what went wrong; empty while pending and when done
+        self.error = ""  # empty while pending and when done
         self.deadline_s = 0.0  # monotonic clock; set when the pool starts it
 
     def describe(self) -> str:
@@ -69,24 +69,24 @@ class Transfer:
         return f"{what} of {self.nbytes} bytes at offset {self.offset} of file descriptor {self.fd}"
 
     def perform(self) -> str:
-        """Move the bytes; blocks. Returns what went wrong, empty for nothing."""
+        """Transfer the bytes; blocks. Returns the error as text, empty on success."""
         return self.move_with(move_file_range)
 
     def move_with(self, mover: FileMover) -> str:
-        """Move the bytes by this function, with the checksums of the file; blocks. Returns what went wrong, empty for nothing."""
+        """As `perform`, with a function that transfers the bytes. Updates or checks the checksums of the file."""
         if self.checksums is None:
             return mover(self.fd, self.offset, self.address, self.nbytes, self.writes)
         return self.checksums.move(mover, self.fd, self.offset, self.address, self.nbytes, self.writes)
 
     def opened(self) -> None:
-        """The gate has just opened: called exactly once, with no lock held, on the thread that opened it. Must not raise."""
+        """Called once, on the thread that opened the gate and with no lock held. Must not raise."""
 
     def running(self) -> bool:
         """Whether its memory may still be touched."""
         return self.state == GATE_PENDING or self.state == GATE_TIMED_OUT
 
     def finish(self, error: str) -> bool:
-        """The transfer ended; whether that opened the gate (it did not if the time was up already)."""
+        """Record that the transfer ended; whether that opened the gate. A timed-out gate was open already."""
         if self.state == GATE_TIMED_OUT:
             self.state = GATE_LATE
             self.error = f"{self.describe()}: ended after its time limit" + (f": {error}" if error else "")
@@ -98,7 +98,7 @@ class Transfer:
         return True
 
     def expire(self, limit: str) -> bool:
-        """The time is up: open the gate although the transfer may still run; whether that opened it."""
+        """Open the gate of a transfer that has passed its time limit; False if the gate was open already."""
         if self.state != GATE_PENDING:
             return False
         self.error = f"{self.describe()}: still running after {limit}"
@@ -107,36 +107,35 @@ class Transfer:
 
 
 class TransferPool:
-    """At most `threads` threads that carry out transfers, started in the order of submission, and one that watches the clock.
+    """Runs transfers on at most `threads` threads, in order of submission; one more thread, the watchdog, enforces the time limit.
 
-    A thread whose transfer has timed out no longer counts, and a new one takes its place, up to twice the number of threads in
-    all; after that what has not started fails at once, so that gates open even when the file system is dead. Threads start as
-    they are needed.
+    Threads start as they are needed. A thread whose transfer has timed out is replaced, up to twice `threads` in all. When all of
+    these hang, transfers that have not started fail at once, so that their gates open.
     """
 
     def __init__(self, threads: int = DEFAULT_IO_THREADS, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if threads < 1:
-            raise ConfigError(f"a transfer pool of {threads} threads can do nothing; give at least 1")
+            raise ConfigError(f"threads is {threads}: a transfer pool needs at least 1")
         if not timeout_s > 0.0:
-            raise ConfigError(f"transfer timeout {timeout_s} must be positive (seconds)")
+            raise ConfigError(f"timeout_s is {timeout_s}: must be a positive number of seconds")
         self.threads = threads
         self.timeout_s = timeout_s
         lock = Lock()
-        self._work_came = Condition(lock)  # for threads without any
-        self._changed = Condition(lock)  # for callers: transfers or threads have ended
-        self._clock_changed = Condition(lock)  # for the watchman: the pool closes
+        self._work_added = Condition(lock)  # idle threads wait for it
+        self._changed = Condition(lock)  # callers wait for it: transfers or threads have ended
+        self._closed = Condition(lock)  # the watchdog waits for it
         self._ready: deque[Transfer] = deque()
         self._running: list[Transfer] = []  # started and not timed out
         self._hung: list[Transfer] = []  # timed out and not ended
-        self._workers = 0  # live threads, hung ones included
-        self._idle = 0  # of these, the ones that wait for work and have not been told of any
-        self._waking = 0  # of these, the ones that were started or told of work and have not looked for it yet
-        self._no_threads = False  # the process has refused one
-        self._watchman = False
+        self._workers = 0  # live threads, including those that hang
+        self._idle = 0  # workers that wait for work and have not been woken
+        self._waking = 0  # workers that were started or woken and have not looked for work yet
+        self._no_threads = False  # the operating system refused to start a thread
+        self._has_watchdog = False
         self._closing = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Start the transfer as soon as a thread is free, after all that were submitted before."""
+        """Start the transfer as soon as a thread is free and all transfers submitted before it have started."""
         self.submit_all([transfer])
 
     def submit_all(self, transfers: list[Transfer]) -> None:
@@ -151,12 +150,12 @@ class TransferPool:
             self._fail_if_dead()
 
     def outstanding(self) -> int:
-        """Transfers whose gate is closed, that is not started, or running in time."""
+        """Transfers whose gate is closed: those not started, and those running within the time limit."""
         with self._changed:
             return len(self._ready) + len(self._running)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until every gate is open; False if that took longer than the limit."""
+        """Block until every gate is open; False after `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while self._ready or self._running:
@@ -167,20 +166,20 @@ class TransferPool:
         return True
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-        """Let everything end, then stop the threads; False if some transfer did not end in time: its thread is left behind."""
+        """Wait for all transfers, then stop the threads. False if a transfer still hangs; its thread is left running."""
         self.wait_idle(timeout_s)
         end = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
             self._waking += self._idle
             self._idle = 0
-            self._work_came.notify_all()
-            self._clock_changed.notify_all()
+            self._work_added.notify_all()
+            self._closed.notify_all()
             while self._workers > 0 and time.monotonic() < end:
                 self._changed.wait(max(0.0, end - time.monotonic()))
             return self._workers == 0
 
-    # --- inside; the lock is held unless said otherwise
+    # --- internals; the lock is held unless the docstring says otherwise
 
     def _check_open(self, transfer: Transfer) -> None:
         if self._closing:
@@ -188,22 +187,22 @@ class TransferPool:
 
     def _wake(self) -> None:
         if len(self._ready) <= self._waking:
-            pass  # enough are on their way
+            pass  # enough threads are waking up
         elif self._idle > 0:
             self._idle -= 1
             self._waking += 1
-            self._work_came.notify()
+            self._work_added.notify()
         elif self._workers - len(self._hung) < self.threads and self._workers < 2 * self.threads:
             if _start(self._work, f"kvcm-io-{self._workers + 1}"):
                 self._workers += 1
                 self._waking += 1
             else:
                 self._no_threads = True
-        if not self._watchman:
-            self._watchman = _start(self._watch, "kvcm-io-watchman")
+        if not self._has_watchdog:
+            self._has_watchdog = _start(self._watch, "kvcm-io-watchdog")
 
     def _fail_if_dead(self) -> None:
-        """No lock held. When every thread that we may have hangs, open the gates of all that waits for one."""
+        """Fail the transfers that wait for a thread if no thread can run them. The lock is not held."""
         dead: list[Transfer] = []
         with self._changed:
             why = ""
@@ -221,12 +220,12 @@ class TransferPool:
             transfer.opened()
 
     def _take(self) -> Transfer | None:
-        """The next transfer to carry out, as soon as there is one; None: the thread shall end."""
+        """Wait for the next transfer to run; None if the thread should end."""
         while not self._ready:
             if self._closing:
                 return None
             self._idle += 1
-            self._work_came.wait()
+            self._work_added.wait()
             self._waking -= 1
         transfer = self._ready.popleft()
         transfer.deadline_s = time.monotonic() + self.timeout_s
@@ -234,7 +233,7 @@ class TransferPool:
         return transfer
 
     def _end(self, transfer: Transfer, error: str) -> bool:
-        """The transfer has ended; whether that opened its gate."""
+        """Record that a transfer has ended; whether that opened its gate."""
         late = transfer in self._hung
         (self._hung if late else self._running).remove(transfer)
         if late or not (self._ready or self._running):
@@ -255,7 +254,7 @@ class TransferPool:
                     if self._end(transfer, error):
                         opened = transfer
                     surplus = self._workers - len(self._hung) > self.threads
-                if not surplus and (opened is None or self._ready):  # an open gate is told of before the thread may sleep
+                if not surplus and (opened is None or self._ready):  # call `opened` before this thread may sleep
                     following = self._take()
                     surplus = following is None
             if opened is not None:
@@ -276,7 +275,7 @@ class TransferPool:
                 if self._closing and not self._running:
                     return
                 now = time.monotonic()
-                for transfer in list(self._running):  # deadlines ascend, since the limit is one for all
+                for transfer in list(self._running):  # in order of their deadlines: all have the same limit
                     if transfer.deadline_s > now:
                         break
                     self._running.remove(transfer)
@@ -285,12 +284,12 @@ class TransferPool:
                         expired.append(transfer)
                 if expired:
                     self._changed.notify_all()
-                    for _transfer in expired:  # each of their threads is replaced
+                    for _transfer in expired:  # replace their threads
                         self._wake()
                 else:
-                    # without a transfer, too, it looks once in each limit: so nobody needs to wake it for one
+                    # An idle watchdog looks once per time limit, so that starting a transfer need not wake it.
                     wait = self._running[0].deadline_s - now if self._running else self.timeout_s
-                    self._clock_changed.wait(min(wait, _FOREVER_S))
+                    self._closed.wait(min(wait, _FOREVER_S))
             for transfer in expired:
                 transfer.opened()
             if expired:
@@ -300,12 +299,12 @@ class TransferPool:
 def _perform(transfer: Transfer) -> str:
     try:
         return transfer.perform()
-    except Exception as caught:  # whatever it is, the gate must open
+    except Exception as caught:  # the gate must open after any error
         return f"{type(caught).__name__}: {caught}"
 
 
 def _start(target: Callable[[], None], name: str) -> bool:
-    """Start a thread; False if the process cannot have another one."""
+    """Start a thread; False if the operating system refuses it."""
     try:
         Thread(target=target, name=name, daemon=True).start()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""A line: points in the order of one stream, each marked by one of the driver's events.
+"""A line: the points of one stream in order, each marked by an event of the driver.
 
-Rule: a line is used by one stream after the other, and by the next only when all its points are over. It goes on counting, so an
-old point stays over. Which stream has it, and who may skip a wait for that reason, is the timeline's business.
+A line can be reused by another stream once all its points are complete. Its numbers go on counting, so an old point stays complete.
+The timeline decides which stream uses which line.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.ids import Stream
 
-UNKNOWN: Final = 0  # identity of a stream that cannot be told from the next one with its handle
-NO_EVENT: Final = -1  # among a line's events: the device has refused to mark this point, see `Timeline.record_or_wait`
+UNKNOWN: Final = 0  # identity of a stream that cannot be told from a later one with the same handle
+NO_EVENT: Final = -1  # in place of an event: the device refused to mark this point, see `Timeline.record_or_wait`
 
-_COMPACT_FROM: Final = 64  # spent events at the front of a list before it is cut
+_COMPACT_FROM: Final = 64  # completed events at the front of a list before it is shortened
 
 
 class Line:
@@ -23,13 +23,13 @@ class Line:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.stream = Stream(0)  # the driver's handle, of the stream that used the line last
-        self.identity = UNKNOWN  # positive: the driver's number; negative: a stream of `Timeline.create_stream`, counted down
+        self.stream = Stream(0)  # the driver's handle of the latest stream on this line
+        self.identity = UNKNOWN  # positive: from the driver; negative: a stream of `Timeline.create_stream`
         self.issued = 0  # sequence number of the latest record
         self.completed = 0  # all records up to this number are known to be complete
         self.events: list[int] = []  # driver events; the outstanding ones are events[head:], in order
         self.head = 0
-        self.waited: dict[int, int] = {}  # other line's index -> largest sequence number this stream was made to wait for
+        self.waited: dict[int, int] = {}  # index of another line -> largest sequence number that this stream waits for
 
     def outstanding(self) -> int:
         """Events that are not known to be complete."""
@@ -45,7 +45,7 @@ class Line:
             raise LogicError(f"point {number} of stream {self.stream} was never recorded: the latest is {self.issued}")
 
     def poll(self, driver: Driver, free_events: list[int]) -> None:
-        """Add the leading events that are complete to those that are free."""
+        """Move the leading complete events to `free_events`."""
         events = self.events
         count = len(events)
         head = self._first_pending(driver)
@@ -59,7 +59,7 @@ class Line:
             self.head = 0
 
     def advance(self, head: int, free_events: list[int]) -> None:
-        """The events in front of position `head` are complete."""
+        """Record that the events before position `head` are complete."""
         for index in range(self.head, head):
             event = self.events[index]
             if event != NO_EVENT:
@@ -68,8 +68,10 @@ class Line:
         self.head = head
 
     def _first_pending(self, driver: Driver) -> int:
-        """Position of the first event that is not complete. They complete in order, so steps are doubled as long as the answer is
-        yes and then halved: O(log of the events that are) questions to the device, one if none is."""
+        """Position of the first event that is not complete. Events complete in order, so a galloping search finds it.
+
+        Queries the device once if no event is complete, else O(log(complete events)) times.
+        """
         head = self.head
         pending = len(self.events)  # this one, and all after it, are not known to be complete
         step = 1
@@ -85,8 +87,10 @@ class Line:
 
 
 def _is_complete(driver: Driver, event: int) -> bool:
-    """Whether an event is known to be complete. A device that refuses to say is reported by the next record, wait or
-    synchronisation, not here, where its error would meet a caller that asks for no work."""
+    """Whether an event is known to be complete; False if the query fails.
+
+    A failing device raises in the next record, wait or synchronisation instead: the caller here queues no work.
+    """
     if event == NO_EVENT:
         return False
     try:

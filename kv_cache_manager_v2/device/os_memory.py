@@ -1,6 +1,6 @@
-"""The operating system's virtual memory: anonymous ranges, their protection, size and population.
+"""Virtual memory of the operating system: anonymous ranges, their protection, size and population.
 
-Rule: these functions keep no books. Whoever maps a range unmaps it; addresses and sizes are multiples of PAGE_BYTES. Linux only.
+These functions keep no state: the caller unmaps what it maps. Addresses and sizes are multiples of PAGE_BYTES. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MREMAP_MAYMOVE: Final = 1
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14: fault pages in without touching their contents
 _MAP_FAILED: Final = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
 
-_POPULATE_PIECE_BYTES: Final = 512 << 20  # one thread's share at a time: long enough to amortise a thread, short enough to balance
+_POPULATE_PART_BYTES: Final = 512 << 20  # populated by one thread at a time: large enough to pay for it, small enough to balance
 _MOST_POPULATE_THREADS: Final = 64
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -44,12 +44,12 @@ _libc.mremap.restype = ctypes.c_void_p
 
 
 def round_up(nbytes: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `nbytes`."""
+    """The smallest multiple of `unit` that is at least `nbytes`."""
     return -(-nbytes // unit) * unit
 
 
 def format_bytes(nbytes: int) -> str:
-    """A size for people: exact bytes below 1 KiB, otherwise one decimal in the largest binary unit that fits."""
+    """A size as text: bytes below 1 KiB, otherwise one decimal of the largest fitting binary unit."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value = float(nbytes)
@@ -77,36 +77,36 @@ def map_range(nbytes: int) -> int:
 
 
 def reserve_range(nbytes: int) -> int:
-    """Address space that nothing may touch and that counts against no limit on memory; returns its address."""
+    """Reserve address space that cannot be accessed and counts against no memory limit; returns its address."""
     return _map(0, nbytes, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE)
 
 
 def clear_range(address: int, nbytes: int) -> None:
-    """Turn a part of a range back into what `reserve_range` gives: its memory is freed, its contents are gone."""
+    """Free the memory of a part of a range. The part is as `reserve_range` returns it: without contents or access."""
     _map(address, nbytes, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
 
 
 def zero_range(address: int, nbytes: int) -> None:
-    """Replace what is mapped there by zeros that can be read and written; they take memory once they are touched."""
+    """Replace a part of a range by accessible zeros, which take memory once they are touched."""
     _map(address, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
 
 
 def allow_access(address: int, nbytes: int) -> None:
-    """Make a part of a reserved range readable and writable; it reads as zeros where it was never written."""
+    """Make a part of a reserved range readable and writable. Bytes that were never written read as zero."""
     if int(_libc.mprotect(address, nbytes, _PROT_READ_WRITE)) != 0:
         code = ctypes.get_errno()
         raise OutOfMemoryError(f"cannot make {format_bytes(nbytes)} at {address:#x} accessible: {os.strerror(code)}")
 
 
 def unmap_range(address: int, nbytes: int) -> None:
-    """Give a whole range back."""
+    """Unmap a whole range."""
     if int(_libc.munmap(address, nbytes)) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot unmap {nbytes} bytes at {address:#x}: {os.strerror(code)}")
 
 
 def resize_range(address: int, old_bytes: int, new_bytes: int, may_move: bool) -> int:
-    """Change a range's size and keep the contents of what remains; returns its address, or 0 if nothing was changed."""
+    """Change a range's size and keep the remaining contents; returns its address, or 0 if it was not changed."""
     found = _libc.mremap(address, old_bytes, new_bytes, _MREMAP_MAYMOVE if may_move else 0)
     if found is None or int(found) == _MAP_FAILED:
         return 0
@@ -120,7 +120,7 @@ def memlock_limit() -> int:
 
 
 def available_bytes() -> int:
-    """What the system says it could give without swapping; -1 if it does not say."""
+    """Memory that the system could provide without swapping; -1 if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as info:
             for line in info:
@@ -132,64 +132,64 @@ def available_bytes() -> int:
 
 
 def default_populate_threads() -> int:
-    """`KVCM_PREFAULT_THREADS` if set (0 turns prefaulting off), else half of the processors, from 1 to 64."""
+    """`KVCM_PREFAULT_THREADS` if set (0: no prefaulting), else half of the processors. At most 64."""
     text = os.environ.get("KVCM_PREFAULT_THREADS", "")
     if text.isdigit():
         return min(_MOST_POPULATE_THREADS, int(text))
     return max(1, min(_MOST_POPULATE_THREADS, (os.cpu_count() or 2) // 2))
 
 
-def _populate_piece(address: int, nbytes: int) -> int:
-    """Fault one piece in; 0 or the error number. Pages that were never written read as zeros either way."""
+def _populate_part(address: int, nbytes: int) -> int:
+    """Fault in one part of a range; returns 0 or the error number. The part was never written, so it stays zero."""
     if int(_libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)) == 0:
         return 0
     code = ctypes.get_errno()
-    if code == errno.EINVAL or code == errno.ENOSYS:  # an older kernel: write to each page instead
+    if code == errno.EINVAL or code == errno.ENOSYS:  # a kernel without MADV_POPULATE_WRITE: write to each page
         ctypes.memset(address, 0, nbytes)
         return 0
     return code
 
 
 class _Populator:
-    """Shares the pieces of one range out among threads."""
+    """The parts of one range, which several threads populate."""
 
-    def __init__(self, address: int, nbytes: int, piece_bytes: int) -> None:
-        self.pieces: list[tuple[int, int]] = []  # (address, bytes) not yet taken; popped by the threads, list.pop is atomic
-        self.code = 0  # the first error number that a thread met
+    def __init__(self, address: int, nbytes: int, part_bytes: int) -> None:
+        self.parts: list[tuple[int, int]] = []  # (address, bytes) not yet started; list.pop is atomic, so threads need no lock
+        self.code = 0  # an error number that a thread met; 0: none
         offset = 0
         while offset < nbytes:
-            size = min(piece_bytes, nbytes - offset)
-            self.pieces.append((address + offset, size))
+            size = min(part_bytes, nbytes - offset)
+            self.parts.append((address + offset, size))
             offset += size
 
     def work(self) -> None:
         while self.code == 0:
             try:
-                address, nbytes = self.pieces.pop()
+                address, nbytes = self.parts.pop()
             except IndexError:
                 return
-            code = _populate_piece(address, nbytes)
+            code = _populate_part(address, nbytes)
             if code != 0:
                 self.code = code
 
 
-def populate_range(address: int, nbytes: int, threads: int, piece_bytes: int = _POPULATE_PIECE_BYTES) -> None:
-    """Back fresh, never written memory by physical pages now, on up to `threads` threads; 0 threads: not at all.
+def populate_range(address: int, nbytes: int, threads: int, part_bytes: int = _POPULATE_PART_BYTES) -> None:
+    """Fault in memory that was never written, on up to `threads` threads; 0 threads: do nothing.
 
-    Raises OutOfMemoryError if the system has not that much memory.
+    Raises OutOfMemoryError if the system has less memory available.
     """
     if threads <= 0 or nbytes <= 0:
         return
     available = available_bytes()
-    if 0 <= available < nbytes:  # asked first: whoever faults in more than there is gets killed, not refused
+    if 0 <= available < nbytes:  # checked first: faulting in too much gets the process killed
         raise OutOfMemoryError(
-            f"host memory of {format_bytes(nbytes)} ({nbytes} bytes) was asked for and {format_bytes(available)} are available; "
+            f"host memory of {format_bytes(nbytes)} ({nbytes} bytes) was requested and {format_bytes(available)} are available; "
             "configure a smaller host tier"
         )
-    populator = _Populator(address, nbytes, piece_bytes)
+    populator = _Populator(address, nbytes, part_bytes)
     helpers: list[Thread] = []
     work: Callable[[], None] = populator.work
-    for i in range(min(threads, len(populator.pieces)) - 1):
+    for i in range(min(threads, len(populator.parts)) - 1):
         helper = Thread(target=work, name=f"kvcm-prefault-{i}", daemon=True)
         helper.start()
         helpers.append(helper)

@@ -1,7 +1,7 @@
-"""Whether this process is still the one in which something was made.
+"""Detects use of a device in a child process of the one that created it.
 
-Rule: a child of `os.fork()` has the parent's objects, but none of its threads, and shares its open files and its GPU. What the
-child did with them would show in the parent, or wait for ever for a thread that is not there.
+A child of `os.fork()` has the parent's objects and shares its open files and its GPU, but has none of its threads. Using them would
+change the parent's data, or wait for ever for a thread that does not exist.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kv_cache_manager_v2.errors import LogicError
 
 
 class Process:
-    """How often this process and its ancestors were forked off, which is a number cheaper to ask for than the process id."""
+    """The number of forks that led to this process. Reading it is cheaper than asking for the process id."""
 
     def __init__(self) -> None:
         self.forks = 0
@@ -27,8 +27,8 @@ def _forked() -> None:
 
 
 def forked_error(call: str) -> LogicError:
-    """What a call raises in a child process that inherited the object."""
-    return LogicError(f"{call}: this device belongs to the parent process; after os.fork() the child must make its own")
+    """The error of a call in a child process that inherited the device."""
+    return LogicError(f"{call}: this device belongs to the parent process; after os.fork() the child must create its own")
 
 
 os.register_at_fork(after_in_child=_forked)

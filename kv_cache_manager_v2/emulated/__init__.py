@@ -1,1 +1,1 @@
-"""The emulated device: a `Driver` over host memory, in which streams really overtake each other and calls can be told to fail."""
+"""The emulated device: a `Driver` over host memory with asynchronous streams and faults that tests can inject."""

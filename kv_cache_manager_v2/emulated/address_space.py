@@ -1,8 +1,7 @@
-"""The emulated device's address space: reservations, chunks, mappings and registered host ranges, with strict books.
+"""The emulated device's address space: reservations, chunks, mappings and registered host ranges.
 
-Rule: a byte may be touched by device work only while it lies in a mapped chunk with access, or in a registered host range;
-anything else is an error that names the address and whose it is. A guard page behind each reservation keeps two owners' ranges
-from touching.
+Device work may access a byte only in a mapped, accessible chunk or in a registered host range. Any other access raises an error
+that names the address and its owner. A guard page after each reservation keeps ranges of two owners apart.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from kv_cache_manager_v2.device.os_memory import (
 )
 from kv_cache_manager_v2.errors import LogicError
 
-_REMEMBERED: Final = 64  # how many ranges that were given back are remembered, for error texts only
+_REMEMBERED: Final = 64  # freed ranges remembered for error texts
 
 
 class RangeSet:
-    """Disjoint half-open ranges of addresses; touching ranges are one. Lookup O(log n), change O(n), n being few.
+    """Disjoint half-open ranges of addresses; adjacent ranges are merged. Lookup is O(log n), change O(n), for few ranges.
 
-    The two lists are replaced, never edited, so that a reader on another thread sees one state or the other.
+    A change replaces both lists, so that a reader on another thread sees the state before or after it.
     """
 
     def __init__(self) -> None:
@@ -43,13 +42,13 @@ class RangeSet:
         return i >= 0 and end <= ends[i]
 
     def touches(self, begin: int, end: int) -> bool:
-        """Whether any byte of [begin, end) lies in a range."""
+        """Whether any byte of [begin, end) lies in some range."""
         begins, ends = self.ranges
         i = bisect_left(begins, end) - 1
         return i >= 0 and ends[i] > begin
 
     def add(self, begin: int, end: int) -> None:
-        """Add a range that touches none of the bytes already here."""
+        """Add a range that overlaps none of the others."""
         assert begin < end
         assert not self.touches(begin, end)
         begins = self.ranges[0].copy()
@@ -66,7 +65,7 @@ class RangeSet:
         self.ranges = (begins, ends)
 
     def remove(self, begin: int, end: int) -> None:
-        """Take a range out that is wholly in here."""
+        """Remove a range that is wholly covered."""
         assert begin < end
         assert self.covers(begin, end)
         begins = self.ranges[0].copy()
@@ -94,11 +93,11 @@ class _Reservation:
     """One reserved address range."""
 
     def __init__(self, number: int, address: int, nbytes: int) -> None:
-        self.number = number  # counts up, so that an error text tells one from its successor at the same address
+        self.number = number  # for error texts: tells it from a later one at the same address
         self.address = address
         self.nbytes = nbytes
         self.mapped = 0  # bytes in mapped chunks
-        self.views = 0  # arrays of the process over it that are alive
+        self.views = 0  # arrays over it that are alive
         self.released = False
 
 
@@ -114,20 +113,20 @@ class _Mapping:
 
 
 class AddressSpace:
-    """All memory that the emulated device knows. Errors leave everything as it was."""
+    """All memory that the emulated device knows. A call that raises has changed nothing."""
 
     def __init__(self, granularity: int) -> None:
         self.granularity = granularity
-        self.usable = RangeSet()  # what a copy may touch: accessible device memory and registered host memory
-        self.registered = RangeSet()  # what a file transfer may touch: registered host memory only
+        self.usable = RangeSet()  # what copies may access: accessible device memory and registered host memory
+        self.registered = RangeSet()  # what file transfers may access: registered host memory
         self.chunks: dict[int, int] = {}  # handle -> bytes
         self.host_ranges: dict[int, int] = {}  # address -> bytes
         self._reservations: dict[int, _Reservation] = {}  # by address
-        self._viewed: dict[int, _Reservation] = {}  # by number; with views, released or not
+        self._viewed: dict[int, _Reservation] = {}  # by number; those with views, also after release
         self._mappings: dict[int, _Mapping] = {}  # by address
         self._mapped_chunks: dict[int, int] = {}  # chunk -> address of its mapping
         self._mapped = RangeSet()  # all mapped chunks, accessible or not
-        self._count = 0  # numbers for reservations and chunks
+        self._count = 0  # latest number of a reservation or chunk
         self._past: deque[tuple[int, int, str]] = deque(maxlen=_REMEMBERED)  # (begin, end, what it was)
 
     # --- reservations and chunks
@@ -137,7 +136,7 @@ class AddressSpace:
             raise LogicError(f"reserve: {nbytes} bytes is not a positive multiple of the granularity {self.granularity}")
         span = nbytes + self.granularity + PAGE_BYTES
         raw = reserve_range(span)
-        address = round_up(raw, self.granularity)  # aligned as on a device; the trimmed head and the rest of the tail go back
+        address = round_up(raw, self.granularity)  # aligned as on a device; the excess at both ends is unmapped
         if address > raw:
             unmap_range(raw, address - raw)
         end = address + nbytes + PAGE_BYTES
@@ -160,16 +159,15 @@ class AddressSpace:
         self._past.append((address, address + nbytes, f"a freed reservation #{found.number}"))
 
     def _free(self, reservation: _Reservation) -> None:
-        """Give a range back to the operating system, once no view of it is alive."""
+        """Unmap a range once no view of it is alive."""
         reservation.released = True
         if reservation.views == 0:
             unmap_range(reservation.address, reservation.nbytes + PAGE_BYTES)
 
     def add_view(self, address: int) -> int:
-        """An array over the reservation at this address is made; its number, for `end_view` when the array is gone.
+        """Register an array over the reservation at this address; returns a number for `end_view`, 0 outside device memory.
 
-        What the array sees stays readable and writable: zeros where no chunk is mapped any more, never a crash. 0 for memory
-        that is not the device's.
+        The array can be read and written as long as it lives: it sees zeros where no chunk is mapped any more.
         """
         found = self._reservation_of(address, 1)
         if found is None:
@@ -179,7 +177,7 @@ class AddressSpace:
         return found.number
 
     def end_view(self, number: int) -> None:
-        """May be called by a finaliser, at any time."""
+        """Unregister an array that is gone. A finaliser may call it at any time."""
         viewed = self._viewed.get(number)
         if viewed is None:
             return
@@ -276,27 +274,27 @@ class AddressSpace:
     # --- checks
 
     def check_copy(self, call: str, role: str, address: int, nbytes: int) -> None:
-        """Raise unless device work may touch the range."""
+        """Raise LogicError unless device work may access the range."""
         if not self.usable.covers(address, address + nbytes):
             raise LogicError(
-                f"{call}: {role} {self.name_range(address, nbytes)} is not mapped, accessible memory nor registered host memory; "
+                f"{call}: {role} {self.name_range(address, nbytes)} is neither accessible device nor registered host memory; "
                 f"{self.locate(address)}"
             )
 
     def check_batch(self, call: str, role: str, addresses: list[int], nbytes: int) -> None:
-        """As `check_copy` for many ranges of one size; one lookup when all of them lie in one range."""
+        """As `check_copy`, for ranges of one size. One lookup if all lie in one usable range."""
         if self.usable.covers(min(addresses), max(addresses) + nbytes):
             return
         for address in addresses:
             self.check_copy(call, role, address, nbytes)
 
     def check_host(self, call: str, address: int, nbytes: int) -> None:
-        """Raise unless the range is registered host memory."""
+        """Raise LogicError unless the range is registered host memory."""
         if not self.registered.covers(address, address + nbytes):
             raise LogicError(f"{call}: {self.name_range(address, nbytes)} is not registered host memory; {self.locate(address)}")
 
     def check_hosts(self, call: str, addresses: list[int], nbytes: int) -> None:
-        """As `check_host` for many ranges of one size; one lookup when all of them lie in one range."""
+        """As `check_host`, for ranges of one size. One lookup if all lie in one registered range."""
         if self.registered.covers(min(addresses), max(addresses) + nbytes):
             return
         for address in addresses:
@@ -321,7 +319,7 @@ class AddressSpace:
         return None
 
     def locate(self, address: int) -> str:
-        """Whose address this is, or was."""
+        """The present or last known owner of an address, as text."""
         owner = self._reservation_of(address, 1)
         if owner is not None:
             return f"{address:#x} belongs to {self._name(owner)}"
@@ -333,7 +331,7 @@ class AddressSpace:
                 return f"{address:#x} belonged to {what} [{begin:#x}, {end:#x})"
         return f"{address:#x} belongs to nothing known"
 
-    # --- the end
+    # --- closing
 
     @property
     def mapped_bytes(self) -> int:
@@ -343,7 +341,7 @@ class AddressSpace:
         return total
 
     def leaks(self) -> list[str]:
-        """What has not been given back, one text each."""
+        """What was not freed, one text each."""
         found = [f"mapping {self.name_range(m.address, m.nbytes)} of chunk {m.chunk}" for m in self._mappings.values()]
         found += [self._name(r) for r in self._reservations.values()]
         found += [f"chunk {chunk} of {nbytes} bytes" for chunk, nbytes in self.chunks.items()]
@@ -351,7 +349,7 @@ class AddressSpace:
         return found
 
     def clear(self) -> None:
-        """Give everything back to the operating system; registered host memory is its owner's."""
+        """Free everything but registered host memory, which belongs to its owner."""
         for reservation in self._reservations.values():
             self._free(reservation)
         self._reservations = {}
@@ -385,10 +383,10 @@ class AddressSpace:
 
 
 def read_memory(address: int, nbytes: int) -> bytes:
-    """The bytes at an address; the caller has checked the range."""
+    """The bytes at an address. The caller checks the range."""
     return ctypes.string_at(address, nbytes)
 
 
 def write_memory(address: int, data: bytes) -> None:
-    """Write bytes to an address; the caller has checked the range."""
+    """Write bytes to an address. The caller checks the range."""
     ctypes.memmove(address, data, len(data))

@@ -1,8 +1,8 @@
-"""The emulated device: a `Driver` over host memory, with real asynchronous stream semantics, strict books and ordered faults.
+"""The emulated device: a `Driver` over host memory, with asynchronous streams, strict checks and faults that tests inject.
 
-Rule: what a real device would get wrong silently is an error here. Schedules: `eager` runs work as soon as possible on the calling
-thread, `threads` on real threads, `random` in any legal order that the seed decides, a little whenever the driver is called and
-wholly on `synchronize()`; with `random`, a missing wait shows as wrong bytes under some seed.
+Accesses that a real device would perform silently and wrongly are errors here. On schedule `eager` work runs as soon as possible,
+on the calling thread; on `threads`, on real threads. On `random` each driver call runs some work, in any legal order that the seed
+chooses, so a missing wait shows as wrong bytes under some seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kv_cache_manager_v2.emulated.transfers import EmulatedGate, HoldOperation
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import Stream
 
-GRANULARITY: Final = 2 << 20  # bytes; as on the devices that this one stands for
+GRANULARITY: Final = 2 << 20  # bytes, as on real GPUs
 DEFAULT_STREAM: Final = Stream(0)
 DEFAULT_TIMEOUT_CALLS: Final = 1000
 
@@ -35,14 +35,14 @@ _SCHEDULES: Final = ("eager", "threads", "random")
 
 
 class EmulatedDriver(IdentifyingDriver):
-    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use it, on every schedule.
+    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use the device.
 
-    `transfer_timeout`: the time limit of a file transfer, after which its gate opens and its bytes are lost. It is a number of
-    driver calls on `eager` and `random` (1000), and seconds on `threads` (60). `stall_timeout_s`: on `threads`, how long a waiting
-    call watches nothing move before it raises. `io_threads`: on `threads`, how many file transfers run at once.
+    `schedule` is "eager", "threads" or "random"; `seed` decides the order of "random". `transfer_timeout` is the time limit of a
+    file transfer: driver calls on `eager` and `random` (default 1000), seconds on `threads` (60). On `threads`, a call that waits
+    `stall_timeout_s` without progress raises, and `io_threads` file transfers run at once.
 
-    What a launched function raises is reported by the next `synchronize`, or `synchronize_event` for an event after it: as a
-    CuError, KeyboardInterrupt and the like as they are. A child of `os.fork()` cannot use the device, and may close it.
+    An exception of a launched function is raised by the next `synchronize`, or `synchronize_event` of a later event: as a CuError,
+    or unchanged if it is no Exception, like KeyboardInterrupt. A child of `os.fork()` may only close the device.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EmulatedDriver(IdentifyingDriver):
     ) -> None:
         self.schedule_name: str = text(schedule, "schedule")
         if self.schedule_name not in _SCHEDULES:
-            raise ConfigError(f"schedule={schedule!r}: must be one of {', '.join(_SCHEDULES)}")
+            raise ConfigError(f"schedule is {schedule!r}: must be one of {', '.join(_SCHEDULES)}")
         self.seed: int = whole(seed, "seed")
         timeout = None if transfer_timeout is None else positive(transfer_timeout, "transfer_timeout")
         stall_s = positive(stall_timeout_s, "stall_timeout_s")
@@ -70,14 +70,14 @@ class EmulatedDriver(IdentifyingDriver):
                 self._schedule = EagerSchedule(self._tally, calls)
             else:
                 self._schedule = RandomSchedule(self._tally, calls, self.seed)
-        self._space = self.memory = AddressSpace(GRANULARITY)  # `memory` is internal: views that `extras` makes are noted there
+        self._space = self.memory = AddressSpace(GRANULARITY)  # `memory` is internal: `extras` registers its views there
         self._failures = FaultPlan(CALLS)
         self._hangs = FaultPlan(FILE_CALLS)
-        self._numbers = count(1)  # handles of streams, events and gates; never used twice
+        self._numbers = count(1)  # handles of streams, events and gates; never reused
         self._files = FileTransfers(self._schedule, self._space, self._failures, self._hangs, self._numbers)
         self._queues: dict[int, StreamQueue] = {}  # by stream handle
         self._events: dict[int, Event] = {}  # by event handle
-        self._forks = PROCESS.forks  # of the process that made this device
+        self._forks = PROCESS.forks  # of the process that created this device
         self._closed = False
         self._add_stream(DEFAULT_STREAM)
 
@@ -90,7 +90,7 @@ class EmulatedDriver(IdentifyingDriver):
         how = f"random (seed {self.seed})" if self.schedule_name == "random" else self.schedule_name
         return f"emulated device over host memory, schedule {how}"
 
-    # --- faults and gates, for tests
+    # --- faults and barriers, for tests
 
     def fail(
         self,
@@ -100,30 +100,30 @@ class EmulatedDriver(IdentifyingDriver):
         effect: str = EFFECT_ERROR,
         error: BaseException | type[BaseException] | None = None,
     ) -> None:
-        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever), before it has changed anything.
+        """Make the nth next call of a driver method fail, and the `times` - 1 after it (None: all), before it changes anything.
 
-        The call raises `error`, an exception of any class or such a class; without one, OutOfMemoryError if it allocates,
-        HostRegistrationError from `host_register`, else CuError. Without `error` a file transfer is accepted and ends with an error
-        at its gate: EIO, or a short count with effect="short".
+        The call raises `error`, an exception or an exception class. The default is OutOfMemoryError for a call that allocates,
+        HostRegistrationError for `host_register`, else CuError. A file transfer without `error` fails at its gate instead: with
+        EIO, or with a short count if `effect` is "short".
         """
         with self._schedule.lock:
-            self._failures.order(call, nth, times, effect, error)
+            self._failures.add(call, nth, times, effect, error)
 
     def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
-        """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
+        """Make the nth next `read_file` or `write_file`, and the `times` - 1 after it, hang until the returned gate is opened."""
         with self._schedule.lock:
-            order = self._hangs.order(call, nth, times, EFFECT_ERROR, None)
-            order.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
-            return order.gate
+            fault = self._hangs.add(call, nth, times, EFFECT_ERROR, None)
+            fault.gate = EmulatedGate(f"the gate of hanging {call}", self._schedule)
+            return fault.gate
 
     def heal(self) -> None:
-        """Forget all ordered faults; what hangs already still hangs."""
+        """Cancel all injected faults. A transfer that hangs already still hangs."""
         with self._schedule.lock:
             self._failures.clear()
             self._hangs.clear()
 
     def gate(self, stream: SupportsIndex = DEFAULT_STREAM) -> EmulatedGate:
-        """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
+        """Hold back all work that is queued on the stream from now on, until the returned gate is opened."""
         self._enter("gate")
         queue = self._queue("gate", whole(stream, "stream"))
         gate = EmulatedGate(f"gate {next(self._numbers)} on stream {stream}", self._schedule)
@@ -131,7 +131,7 @@ class EmulatedDriver(IdentifyingDriver):
         return gate
 
     def _enter(self, call: str) -> None:
-        """What every call does first: let pending work go on, unless the process or the device is not the one it was."""
+        """Start of every call: advance pending work. Raises LogicError after a fork or `close()`."""
         if PROCESS.forks != self._forks:
             raise forked_error(call)
         if self._schedule.busy:
@@ -140,7 +140,7 @@ class EmulatedDriver(IdentifyingDriver):
             raise LogicError(f"{call}: the device is closed")
 
     def _begin(self, call: str) -> None:
-        """As `_enter`, for a call that can be ordered to fail."""
+        """As `_enter`, for a call for which faults can be injected."""
         if PROCESS.forks != self._forks:
             raise forked_error(call)
         if self._schedule.busy:
@@ -151,11 +151,11 @@ class EmulatedDriver(IdentifyingDriver):
             raise LogicError(f"{call}: the device is closed")
 
     def _fail(self, call: str) -> None:
-        """Count the call; raise if it was ordered to fail."""
+        """Count the call, and raise its injected fault if there is one."""
         with self._schedule.lock:
-            order = self._failures.next(call)
-        if order is not None:
-            raise order.error()
+            fault = self._failures.next(call)
+        if fault is not None:
+            raise fault.error()
 
     def _queue(self, call: str, stream: int) -> StreamQueue:
         queue = self._queues.get(stream)
@@ -222,7 +222,7 @@ class EmulatedDriver(IdentifyingDriver):
             self._space.host_unregister(address, nbytes)
 
     def read_bytes(self, address: SupportsIndex, nbytes: SupportsIndex) -> bytes:
-        """The bytes of device or registered host memory as they are now, whatever is still queued."""
+        """The present bytes of device or registered host memory. Does not wait for queued work."""
         source, count = whole(address, "address"), at_least(nbytes, "nbytes", 0)
         if count == 0:
             return b""
@@ -230,7 +230,7 @@ class EmulatedDriver(IdentifyingDriver):
         return read_memory(source, count)
 
     def write_bytes(self, address: SupportsIndex, data: bytes) -> None:
-        """Overwrite device or registered host memory now, whatever is still queued."""
+        """Overwrite device or registered host memory. Does not wait for queued work."""
         destination, given = whole(address, "address"), octets(data, "data")
         if given:
             self._space.check_copy("write_bytes", "destination", destination, len(given))
@@ -253,7 +253,7 @@ class EmulatedDriver(IdentifyingDriver):
         del self._queues[stream]
 
     def stream_identity(self, stream: Stream) -> int:
-        return stream + 1  # handles are never used twice
+        return stream + 1  # handles are never reused
 
     def create_event(self) -> int:
         self._begin("create_event")
@@ -293,12 +293,12 @@ class EmulatedDriver(IdentifyingDriver):
         self._wait(self._event("synchronize_event", event))
 
     def synchronize(self) -> None:
-        """Run all that is queued. LogicError naming the streams and gates if that can never be: a gate of the test is closed."""
+        """Run all queued work. Raises LogicError with the blocked streams and gates if that cannot end: a test's gate is closed."""
         self._begin("synchronize")
         self._wait(None)
 
     def _wait(self, event: Event | None) -> None:
-        """Run until the event is complete, or everything is, and raise what has failed before it."""
+        """Run until the event is complete (None: all work), and raise the first error of that work."""
         if event is None or not event.complete():
             self._schedule.run_until(event)
         failure = self._schedule.failures.take(event)
@@ -403,7 +403,7 @@ class EmulatedDriver(IdentifyingDriver):
         self._begin("release_gate")
         self._files.release(gate)
 
-    # --- the books
+    # --- counters and checks
 
     @property
     def copies_made(self) -> int:
@@ -427,7 +427,7 @@ class EmulatedDriver(IdentifyingDriver):
 
     @property
     def streams_live(self) -> int:
-        """Streams of `create_stream`: the default stream is not counted."""
+        """Streams of `create_stream`, not counting the default stream."""
         return len(self._queues) - (1 if DEFAULT_STREAM in self._queues else 0)
 
     @property
@@ -452,11 +452,11 @@ class EmulatedDriver(IdentifyingDriver):
         return sorted(self._space.host_ranges.items())
 
     def idle(self) -> bool:
-        """Whether nothing is queued and every gate of a transfer is open; runs nothing."""
+        """Whether no work is queued and every gate of a transfer is open. Runs nothing."""
         return self._schedule.idle()
 
     def leaks(self) -> list[str]:
-        """What has been taken and not given back, one text each."""
+        """What was created and not freed, one text each."""
         found = self._space.leaks()
         found += [f"stream {handle}" for handle in self._queues if handle != DEFAULT_STREAM]
         found += [f"event {handle}" for handle in self._events]
@@ -475,7 +475,7 @@ class EmulatedDriver(IdentifyingDriver):
         if self._closed:
             return
         if PROCESS.forks != self._forks:
-            self._closed = True  # threads, memory and files are the parent's
+            self._closed = True  # threads, memory and files belong to the parent
             return
         self._begin("close")
         stuck = ""
@@ -492,9 +492,9 @@ class EmulatedDriver(IdentifyingDriver):
         self._files.by_gate = {}
         failure = self._schedule.failures.take(None)
         if stuck:
-            raise LogicError(f"the device was closed with work that cannot finish: {stuck}")
+            raise LogicError(f"the device was closed with work that can never run: {stuck}; open its gates first")
         if found:
             more = f" and {len(found) - 16} more" if len(found) > 16 else ""
-            raise LogicError(f"the device was closed while {len(found)} things were not given back: {'; '.join(found[:16])}{more}")
+            raise LogicError(f"the device was closed with {len(found)} things not freed: {'; '.join(found[:16])}{more}")
         if failure is not None:
             raise failure

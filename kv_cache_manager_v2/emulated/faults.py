@@ -1,6 +1,6 @@
-"""Faults that a test orders in advance: the n-th next call of a kind fails, or hangs.
+"""Faults that a test injects: the n-th next call of a driver method fails, or its file transfer hangs.
 
-Rule: a plan only counts calls and answers what shall happen to this one; the driver does it. Each order counts by itself.
+A plan counts calls and answers which fault applies to one of them; the driver then carries it out. Each fault counts on its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kv_cache_manager_v2.arguments import at_least, at_least_or_none, text
 from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, KVCacheError, OutOfMemoryError
 
-EFFECT_ERROR: Final = "error"  # the call is refused; a file transfer ends with EIO
+EFFECT_ERROR: Final = "error"  # the call raises; a file transfer ends with EIO
 EFFECT_SHORT: Final = "short"  # a file transfer ends after half of its bytes
 
 INJECTED_ERROR_CODE: Final = 999  # "unknown error" in the numbering of the device's driver
@@ -50,7 +50,7 @@ CALLS: Final = (
 
 
 def injected_error(call: str) -> KVCacheError:
-    """What a call of this kind raises when it fails and the order names no exception."""
+    """The default exception of a call that is made to fail."""
     what = f"{call}: injected failure"
     if call == "reserve" or call == "create_chunk":
         return OutOfMemoryError(what)
@@ -59,19 +59,19 @@ def injected_error(call: str) -> KVCacheError:
     return CuError(what, INJECTED_ERROR_CODE, call)
 
 
-class FaultOrder:
-    """One order: after `skip` calls, the next `left` calls of this kind have the effect."""
+class Fault:
+    """One injected fault: `skip` calls succeed, and the next `left` calls have the effect."""
 
     def __init__(self, call: str, skip: int, left: int, effect: str, error: object) -> None:
         self.call = call
-        self._error = error  # an exception or its class; None: the usual one of this call
+        self._error = error  # an exception or its class; None: the default of this call
         self.skip = skip
-        self.left = left  # -1: for ever
+        self.left = left  # -1: no limit
         self.effect = effect
-        self.gate: EmulatedGate | None = None  # lets go what the order makes hang
+        self.gate: EmulatedGate | None = None  # ends the hang when it is opened
 
-    def strikes(self) -> bool:
-        """Count one call; whether the effect is on this one."""
+    def applies(self) -> bool:
+        """Count one call; whether it has the effect."""
         if self.skip > 0:
             self.skip -= 1
             return False
@@ -81,12 +81,12 @@ class FaultOrder:
             self.left -= 1
         return True
 
-    def refuses(self) -> bool:
-        """Whether the call itself raises. That of a file transfer does only if the order names an exception."""
+    def raises(self) -> bool:
+        """Whether the call raises. A file transfer does so only for a given exception; else its gate fails."""
         return self._error is not None or self.call not in FILE_CALLS
 
     def error(self) -> BaseException:
-        """What the call raises."""
+        """The exception that the call raises."""
         given = self._error
         if isinstance(given, BaseException):
             return given
@@ -102,45 +102,46 @@ def _is_exception(error: object) -> bool:
 
 
 class FaultPlan:
-    """All orders of one kind of effect. `armed` is False while there is nothing to ask, so that the usual call asks nothing."""
+    """All faults of one kind. `armed` is False while there are none, so that a call need not ask."""
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self.armed = False
         self._allowed = allowed
-        self._orders: list[FaultOrder] = []
+        self._faults: list[Fault] = []
 
-    def order(self, call: object, nth: object, times: object, effect: object, error: object) -> FaultOrder:
+    def add(self, call: object, nth: object, times: object, effect: object, error: object) -> Fault:
+        """Validate and add a fault. Raises ConfigError."""
         name = text(call, "call")
         if name not in self._allowed:
-            raise ConfigError(f"no fault can be ordered for the call {name!r}; one of {', '.join(self._allowed)}")
+            raise ConfigError(f"call is {name!r}: must be one of {', '.join(self._allowed)}")
         skip = at_least(nth, "nth", 1) - 1
         count = at_least_or_none(times, "times", 1)
         kind = text(effect, "effect")
         if kind != EFFECT_ERROR and (kind != EFFECT_SHORT or name not in FILE_CALLS):
-            raise ConfigError(f"effect {kind!r} of {name}: must be 'error', or 'short' for a file transfer")
+            raise ConfigError(f"effect is {kind!r}: must be 'error', or 'short' for a file transfer")
         if error is not None and not _is_exception(error):
-            raise ConfigError(f"error is {error!r}: must be an exception or a class of exceptions")
+            raise ConfigError(f"error is {error!r}: must be an exception or an exception class")
         if error is not None and kind != EFFECT_ERROR:
-            raise ConfigError(f"error is {error!r} and effect {kind!r}: what raises has no other effect")
-        order = FaultOrder(name, skip, -1 if count is None else count, kind, error)
-        self._orders.append(order)
+            raise ConfigError(f"error is {error!r} and effect is {kind!r}: a call that raises has no other effect; leave one out")
+        fault = Fault(name, skip, -1 if count is None else count, kind, error)
+        self._faults.append(fault)
         self.armed = True
-        return order
+        return fault
 
-    def next(self, call: str) -> FaultOrder | None:
-        """Count one call of this kind in every order; the first order that strikes, if any."""
-        struck: FaultOrder | None = None
+    def next(self, call: str) -> Fault | None:
+        """Count one call in all its faults; the first fault that applies, if any."""
+        found: Fault | None = None
         spent = False
-        for order in self._orders:
-            if order.call == call and order.strikes() and struck is None:
-                struck = order
-            spent = spent or order.left == 0
+        for fault in self._faults:
+            if fault.call == call and fault.applies() and found is None:
+                found = fault
+            spent = spent or fault.left == 0
         if spent:
-            self._orders = [order for order in self._orders if order.left != 0]
-            self.armed = len(self._orders) > 0
-        return struck
+            self._faults = [fault for fault in self._faults if fault.left != 0]
+            self.armed = len(self._faults) > 0
+        return found
 
     def clear(self) -> None:
-        """Forget all orders."""
-        self._orders = []
+        """Cancel all faults."""
+        self._faults = []
         self.armed = False

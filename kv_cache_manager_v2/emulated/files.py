@@ -1,4 +1,4 @@
-"""File transfers by gate handle: what the emulated driver's calls about files do."""
+"""The emulated driver's file transfers, by the handles of their gates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class FileTransfers:
     """Every transfer whose gate has not been released."""
 
     def __init__(self, schedule: Schedule, space: AddressSpace, failures: FaultPlan, hangs: FaultPlan, numbers: count[int]) -> None:
-        self.by_gate: dict[int, EmulatedTransfer] = {}  # by gate handle; never used twice
+        self.by_gate: dict[int, EmulatedTransfer] = {}  # by gate handle; handles are never reused
         self.checksums: dict[int, FileChecksums] = {}  # by file descriptor
         self._schedule = schedule
         self._space = space
         self._failures = failures
         self._hangs = hangs
-        self._numbers: Iterator[int] = numbers  # handles of the whole device
+        self._numbers: Iterator[int] = numbers  # of all handles of the device
 
     def transfer(self, call: str, gate: int) -> EmulatedTransfer:
         """The transfer of a gate."""
@@ -37,7 +37,7 @@ class FileTransfers:
     def submit(
         self, call: str, queue: StreamQueue, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]
     ) -> None:
-        """Queue transfers in the order of the stream; appends their gates. On an exception, those of the transfers queued."""
+        """Queue transfers on the stream, and append their gates. After an exception, `gates` has those of the queued transfers."""
         self._check(call, fd, offsets, addresses, nbytes)
         transfers: list[EmulatedTransfer] = []
         refusal: BaseException | None = None
@@ -46,7 +46,7 @@ class FileTransfers:
             transfer = self._schedule.new_transfer(fd, offsets[i], addresses[i], nbytes, call == "write_file", self._space)
             transfer.checksums = checksums
             if self._failures.armed or self._hangs.armed:
-                refusal = self._order_faults(call, transfer)
+                refusal = self._inject_faults(call, transfer)
                 if refusal is not None:
                     break
             transfers.append(transfer)
@@ -65,15 +65,15 @@ class FileTransfers:
         if offsets and nbytes > 0:
             self._space.check_hosts(call, addresses, nbytes)
 
-    def _order_faults(self, call: str, transfer: EmulatedTransfer) -> BaseException | None:
-        """What has been ordered for this transfer; the exception if the call itself is refused."""
+    def _inject_faults(self, call: str, transfer: EmulatedTransfer) -> BaseException | None:
+        """Mark the transfer with its injected faults; returns an exception if the call should raise instead."""
         with self._schedule.lock:
-            order = self._failures.next(call)
+            fault = self._failures.next(call)
             hanging = self._hangs.next(call)
-        if order is not None:
-            if order.refuses():
-                return order.error()
-            transfer.short = order.effect == EFFECT_SHORT
+        if fault is not None:
+            if fault.raises():
+                return fault.error()
+            transfer.short = fault.effect == EFFECT_SHORT
             transfer.broken = not transfer.short
         transfer.hold = hanging.gate if hanging is not None else None
         return None
@@ -92,7 +92,7 @@ class FileTransfers:
             else:
                 self._schedule.submit(queue, start)
             gates += made
-        except BaseException:  # refused or interrupted: a transfer that was not queued has no gate
+        except BaseException:  # refused or interrupted: transfers that were not queued get no gate
             with self._schedule.lock:
                 queued = start in queue.pending
             for i in range(len(made)):
@@ -103,29 +103,29 @@ class FileTransfers:
             raise
 
     def wait(self, queue: StreamQueue, gates: list[int]) -> None:
-        """The stream waits until all of the gates are open."""
+        """Make the stream wait until all of the gates are open."""
         transfers = [self.transfer("wait_gate", gate) for gate in gates]
         if queue.direct:
             transfers = [transfer for transfer in transfers if transfer.state == GATE_PENDING]
         if transfers:
             wait = TransferWait(transfers)
             try:
-                wait.note()
+                wait.register()
                 self._schedule.submit(queue, wait)
             except BaseException:
                 with self._schedule.lock:
-                    wait.passed = wait not in queue.pending  # one that was not queued keeps no gate from being released
+                    wait.passed = wait not in queue.pending  # a wait that was not queued must not block the release of its gates
                 raise
 
     def release(self, gate: int) -> None:
-        """Forget a gate that is open and that no queued work waits for."""
+        """Free a gate that is open and that no queued work waits for."""
         transfer = self.transfer("release_gate", gate)
         if transfer.state == GATE_PENDING:
-            raise LogicError(f"release_gate: gate {gate} is still closed: {transfer.describe()}")
+            raise LogicError(f"release_gate: gate {gate} is still closed: {transfer.describe()}; wait until it opens")
         if transfer.awaited():
             raise LogicError(f"release_gate: queued work still waits for gate {gate}: {transfer.describe()}")
         del self.by_gate[gate]
 
     def leaks(self) -> list[str]:
-        """The gates that were never released, one text each."""
+        """The gates that were not released, one text each."""
         return [f"gate {handle} of the {transfer.describe()}" for handle, transfer in self.by_gate.items()]

@@ -1,9 +1,8 @@
-"""Schedules: which queued work runs, and when. Here are those without threads of their own.
+"""Schedules decide which queued work runs, and when. This file has those without threads of their own.
 
-Rule: a schedule never runs one operation inside another: what runs may call the driver, and finds all other work standing still.
-One lock guards all queues. Work itself runs without it, on the thread that has put its number on the stream; so every schedule can
-be used from any number of threads. Whatever interrupts a call, KeyboardInterrupt included, leaves work to be done, never a stream
-that no thread can run any more.
+An operation may call the driver; that call runs no other operation. One lock guards all queues. An operation runs without the lock,
+on the thread that has taken it, so any number of threads may use the device. An interrupted call, by KeyboardInterrupt too, leaves
+its operation to be run later.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Final
 
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.streams import ALL_STEPS, Event, FailureLog, Operation, StreamQueue, Tally
-from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer, GateKeeper
+from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer, TransferScheduler
 from kv_cache_manager_v2.errors import LogicError
 
 _IO_WINDOW: Final = 8  # transfers that run at the same time
-_LOOK_AGAIN_S: Final = 0.05  # a wait for another thread's work looks at least so often
+_WAIT_S: Final = 0.05  # the longest single wait for another thread's work
 
 INSIDE_A_KERNEL: Final = "a function that runs on a stream must not wait for the device: it would wait for itself"
 
 
-class Schedule(GateKeeper):
-    """Who runs queued work, and when. `busy` is True while `advance` could do anything, so that an idle device asks nothing."""
+class Schedule(TransferScheduler):
+    """Decides which thread runs queued work, and when. `busy` is False while `advance` would do nothing, to save the call."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -36,53 +35,52 @@ class Schedule(GateKeeper):
 
     @abstractmethod
     def adopt(self, queue: StreamQueue) -> None:
-        """A new stream."""
+        """Prepare the queue of a new stream."""
 
     @abstractmethod
     def retire(self, queue: StreamQueue) -> None:
-        """The stream's handle was destroyed; what is pending still runs."""
+        """Record that the stream's handle was destroyed. Pending work still runs."""
 
     @abstractmethod
     def new_transfer(self, fd: int, offset: int, address: int, nbytes: int, writes: bool, space: AddressSpace) -> EmulatedTransfer:
-        """A transfer of the kind that this schedule carries out."""
+        """A transfer of the class that this schedule runs."""
 
     @abstractmethod
     def submit(self, queue: StreamQueue, operation: Operation) -> None:
-        """Queue an operation at the end of a stream. Raises OutOfMemoryError, with nothing queued, if a thread is needed for it
-        that the process cannot have."""
+        """Queue an operation on a stream. Raises OutOfMemoryError, and queues nothing, if a thread for it cannot be started."""
 
     @abstractmethod
     def advance(self) -> None:
-        """The driver was called: do what the schedule does then. Raises nothing that queued work has raised."""
+        """Run some work; called by each driver call. Errors of queued work are kept in `failures`, not raised."""
 
     @abstractmethod
     def run_until(self, event: Event | None) -> None:
-        """Run until the event is complete, or everything is; LogicError naming what is stuck if that cannot be."""
+        """Run until the event is complete (None: all work). Raises LogicError with the blocked work if that cannot end."""
 
     @abstractmethod
     def idle(self) -> bool:
-        """Whether nothing is queued and no transfer's gate is closed."""
+        """Whether no work is queued and every transfer's gate is open."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop for good, dropping what hangs."""
+        """Stop for good; a transfer that hangs is ended as failed."""
 
 
 class CooperativeSchedule(Schedule):
-    """Work runs on the threads that call the driver; a subclass chooses what runs next. Time is the number of driver calls."""
+    """Runs work on the threads that call the driver. A subclass chooses what runs next. Time is counted in driver calls."""
 
     def __init__(self, tally: Tally, timeout_calls: int) -> None:
         super().__init__(tally)
         self.timeout_calls = timeout_calls
-        self.clock = 0  # driver calls while something was pending
-        self.active: list[StreamQueue] = []  # the streams with something pending, no order promised
+        self.clock = 0  # driver calls made while work was pending
+        self.active: list[StreamQueue] = []  # the streams with pending work, in no particular order
         self.ready: list[EmulatedTransfer] = []  # transfers that can run, in the order in which they started
-        self.hanging: list[EmulatedTransfer] = []  # transfers that were told to hang, timed out or not
+        self.hanging: list[EmulatedTransfer] = []  # transfers that were made to hang, timed out or not
         self.deadlines: deque[tuple[int, EmulatedTransfer]] = deque()  # of those that hang and have not timed out, ascending
-        self.claims: dict[int, StreamQueue] = {}  # by thread: the stream whose first operation it runs
-        self.moving: dict[int, EmulatedTransfer] = {}  # by thread: the transfer that it carries out
-        self._gate_opened = False  # perhaps that of a hanging transfer
-        self._ran = Condition(self.lock)  # something that ran on another thread has ended
+        self.running: dict[int, StreamQueue] = {}  # by thread: the stream whose first operation it runs
+        self.transferring: dict[int, EmulatedTransfer] = {}  # by thread: the transfer that it runs
+        self._gate_opened = False  # since the latest `_collect`
+        self._ran = Condition(self.lock)  # work on another thread has ended
 
     def retire(self, queue: StreamQueue) -> None:
         queue.retired = True
@@ -115,12 +113,12 @@ class CooperativeSchedule(Schedule):
         self._gate_opened = True
         self.advance()
 
-    # --- one piece of work
+    # --- running one operation or transfer
 
     def step(self) -> bool:
-        """Run one thing that can run; False if there is none, or if this thread is running one already."""
+        """Run one operation or transfer; False if none can run, or if this thread is running one already."""
         me = get_ident()
-        if me in self.claims or me in self.moving:
+        if me in self.running or me in self.transferring:
             return False
         try:
             try:
@@ -128,45 +126,45 @@ class CooperativeSchedule(Schedule):
                     self._collect()
                     chosen = self.choose(me)
                 if chosen:
-                    self._carry_out(me)
+                    self._run_taken(me)
             finally:
-                self._end_claim(me)
+                self._end_taken(me)
         finally:
-            if me in self.claims or me in self.moving:  # the end was interrupted
-                self._end_claim(me)
+            if me in self.running or me in self.transferring:  # the first attempt was interrupted
+                self._end_taken(me)
         return chosen
 
     @abstractmethod
     def choose(self, me: int) -> bool:
-        """Lock held: claim a stream whose first operation can run, or a transfer, for the thread; False if there is neither."""
+        """Take an operation or a transfer for the thread to run; False if none can run. The lock is held."""
 
-    def claim_stream(self, queue: StreamQueue, me: int) -> bool:
-        """Lock held: as `choose`, for this stream."""
+    def take_stream(self, queue: StreamQueue, me: int) -> bool:
+        """Take the stream's first operation, if it can run and no other thread has it. The lock is held."""
         if not queue.pending or queue.pending[0].blocked():
             return False
-        for other in self.claims.values():
+        for other in self.running.values():
             if other is queue:
                 return False
-        self.claims[me] = queue
+        self.running[me] = queue
         return True
 
-    def claim_transfer(self, transfer: EmulatedTransfer, me: int) -> bool:
-        """Lock held: as `choose`, for this transfer."""
-        for other in self.moving.values():
+    def take_transfer(self, transfer: EmulatedTransfer, me: int) -> bool:
+        """Take the transfer, if no other thread has it. The lock is held."""
+        for other in self.transferring.values():
             if other is transfer:
                 return False
-        self.moving[me] = transfer
+        self.transferring[me] = transfer
         return True
 
     def steps(self) -> int:
-        """How many parts of an operation are done at once."""
+        """How many parts of an operation run at once."""
         return ALL_STEPS
 
-    def _carry_out(self, me: int) -> None:
-        """Run what this thread has claimed. What raises is over, and its error is kept; an interruption leaves it to be done."""
-        queue = self.claims.get(me)
+    def _run_taken(self, me: int) -> None:
+        """Run what this thread has taken. An exception ends the operation and is kept; an interrupt leaves it to be run later."""
+        queue = self.running.get(me)
         if queue is None:
-            self._transfer(self.moving[me])
+            self._transfer(self.transferring[me])
             return
         try:
             done = queue.pending[0].run(queue, self.steps())
@@ -181,7 +179,7 @@ class CooperativeSchedule(Schedule):
         try:
             error = transfer.perform()
             self.tally.add_transfer(transfer.nbytes)
-        except Exception as misuse:  # whatever it is, the gate must open
+        except Exception as misuse:  # the gate must open after any error
             error = str(misuse)
             self.failures.add(None, misuse)
         with self.lock:
@@ -189,27 +187,27 @@ class CooperativeSchedule(Schedule):
                 transfer.finish(error)
             self.ready.remove(transfer)
 
-    def _end_claim(self, me: int) -> None:
-        """End this thread's claim, if it has one, and take a stream without work off the list."""
+    def _end_taken(self, me: int) -> None:
+        """Release what this thread has taken, and remove a stream without work from `active`."""
         with self.lock:
-            queue = self.claims.get(me)
+            queue = self.running.get(me)
             if queue is not None and not queue.pending:
                 queue.listed = False
                 if queue in self.active:
                     self.active.remove(queue)
                 self.drained(queue)
-            self.claims.pop(me, None)
-            self.moving.pop(me, None)
+            self.running.pop(me, None)
+            self.transferring.pop(me, None)
             self._ran.notify_all()
             self.busy = len(self.active) > 0 or len(self.ready) > 0 or len(self.hanging) > 0
 
     def drained(self, queue: StreamQueue) -> None:
-        """Nothing is pending on the stream any more."""
+        """Called when the stream has no more pending work."""
 
-    # --- time, and what hangs
+    # --- time limits and hanging transfers
 
     def tick(self) -> None:
-        """Let one call's time pass: transfers that hung too long open their gates, those let go may run."""
+        """Count one driver call. Open the gates of transfers past their time limit; let transfers run that no longer hang."""
         self.clock += 1
         if self.deadlines or self._gate_opened:
             self._collect()
@@ -218,7 +216,7 @@ class CooperativeSchedule(Schedule):
                 self.deadlines.popleft()
 
     def _collect(self) -> None:
-        """Lock held: transfers that hung and were let go may run. O(1) if no gate was opened since."""
+        """Let transfers run whose hang has ended. O(1) if no gate was opened since the last call. The lock is held."""
         if self._gate_opened:
             self._gate_opened = False
             self.ready += [transfer for transfer in self.hanging if not transfer.held() and transfer not in self.ready]
@@ -230,19 +228,19 @@ class CooperativeSchedule(Schedule):
     def run_until(self, event: Event | None) -> None:
         me = get_ident()
         with self.lock:
-            if me in self.claims or me in self.moving:
+            if me in self.running or me in self.transferring:
                 raise LogicError(INSIDE_A_KERNEL)
         while not (self.idle() if event is None else event.complete()):
             if not self.step():
                 self._wait_for_others(event)
 
     def _wait_for_others(self, event: Event | None) -> None:
-        """Nothing can run here: wait for what runs on other threads, else let the time pass until a transfer times out."""
+        """Wait for work on other threads; if there is none, advance the clock until a transfer times out."""
         with self.lock:
             if self.idle() if event is None else event.complete():
                 return
-            if self.claims or self.moving:
-                self._ran.wait(_LOOK_AGAIN_S)
+            if self.running or self.transferring:
+                self._ran.wait(_WAIT_S)
             elif self.deadlines:
                 self.clock = max(self.clock, self.deadlines[0][0] - 1)
                 self.tick()
@@ -266,13 +264,13 @@ class CooperativeSchedule(Schedule):
     def close(self) -> None:
         for transfer in self.hanging:
             if transfer.running():
-                transfer.finish("dropped: the device was closed while it hung")
+                transfer.finish("canceled: the device was closed while it hung")
         self.hanging = []
         self.deadlines.clear()
 
 
 class EagerSchedule(CooperativeSchedule):
-    """As soon as possible: an operation that can run when it is queued runs on the spot."""
+    """Runs work as soon as possible: an operation that can run when it is queued runs at once."""
 
     def adopt(self, queue: StreamQueue) -> None:
         queue.direct = True
@@ -282,16 +280,16 @@ class EagerSchedule(CooperativeSchedule):
 
     def choose(self, me: int) -> bool:
         for transfer in self.ready:
-            if self.claim_transfer(transfer, me):
+            if self.take_transfer(transfer, me):
                 return True
         for queue in self.active:  # noqa: SIM110 (a generator is slow in the compiled build)
-            if self.claim_stream(queue, me):
+            if self.take_stream(queue, me):
                 return True
         return False
 
     def advance(self) -> None:
-        if self.claims and get_ident() in self.claims:
-            return  # the call that runs the operation goes on with all that can run
+        if self.running and get_ident() in self.running:
+            return  # this thread's outer call continues with all work that can run
         with self.lock:
             self.tick()
         while self.step():
@@ -299,7 +297,7 @@ class EagerSchedule(CooperativeSchedule):
 
 
 class RandomSchedule(CooperativeSchedule):
-    """Any legal order, decided by the seed: each driver call runs none to three steps of whatever can run."""
+    """Runs work in any legal order, chosen by the seed. Each driver call runs zero to three steps."""
 
     def __init__(self, tally: Tally, timeout_calls: int, seed: int) -> None:
         super().__init__(tally, timeout_calls)
@@ -325,14 +323,14 @@ class RandomSchedule(CooperativeSchedule):
         for i in range(count):
             choice = (first + i) % count
             if choice < window:
-                if self.claim_transfer(self.ready[choice], me):
+                if self.take_transfer(self.ready[choice], me):
                     return True
-            elif self.claim_stream(self.active[choice - window], me):
+            elif self.take_stream(self.active[choice - window], me):
                 return True
         return False
 
     def advance(self) -> None:
-        if self.claims and get_ident() in self.claims:
+        if self.running and get_ident() in self.running:
             return
         with self.lock:
             self.tick()

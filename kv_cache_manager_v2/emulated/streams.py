@@ -1,9 +1,9 @@
 """The emulated device's streams, and the operations that are queued on them.
 
-Rule: work of one stream runs in the order in which it was queued, and a schedule may choose anything else. A place in a stream is a
-count: the n-th operation is complete when the stream has finished n, so recording an event costs two stores and queues nothing.
+Work of one stream runs in the order in which it was queued; a schedule chooses the order between streams. A position in a stream is
+a count: the n-th operation is complete when the stream has finished n. So recording an event costs two stores and queues nothing.
 
-An operation can be run again after an interruption: what it has done, it does not undo and may do a second time.
+An interrupted operation runs again. What it has done is not undone, and may be done twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Final
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.errors import CuError, KVCacheError
 
-ALL_STEPS: Final = 1 << 60  # more than any operation has
+ALL_STEPS: Final = 1 << 60  # more steps than any operation has
 LAUNCH_FAILED: Final = 719  # "launch failure" in the numbering of the device's driver
 
 _log: Final = logging.getLogger(__name__)
 
 
 class Tally:
-    """What the device has done, for tests and tools."""
+    """Counts of the device's work, for tests and tools."""
 
     def __init__(self) -> None:
         self.copies = 0
@@ -48,19 +48,19 @@ class Tally:
 
 
 class FailureLog:
-    """What queued work has raised, until it is reported to a call that waits for it."""
+    """Errors of queued work, kept until a call that waits for the work raises them."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[StreamQueue | None, int, BaseException]] = []  # (its stream, the operation's number, the error)
+        self._entries: list[tuple[StreamQueue | None, int, BaseException]] = []  # (stream, number of the operation, error)
         self._lock = Lock()
 
     def add(self, queue: StreamQueue | None, error: BaseException) -> None:
-        """An error of the stream's first operation; None: of work that belongs to no stream."""
+        """Keep an error of the stream's first operation. `queue` is None for work of no stream."""
         with self._lock:
             self._entries.append((queue, 0 if queue is None else queue.finished(), error))
 
     def take(self, event: Event | None) -> BaseException | None:
-        """The first error of work that the event comes after, or of any work; it counts as reported, and so do later ones."""
+        """Remove the errors of work before the event (None: of all work), and return the first. Later ones are logged."""
         if not self._entries:
             return None
         taken: list[BaseException] = []
@@ -78,29 +78,29 @@ class FailureLog:
 
 
 class StreamQueue:
-    """One stream: what is queued on it and not done. What is not said to be otherwise is guarded by the schedule's lock."""
+    """One stream and its pending operations. The schedule's lock guards all fields."""
 
     def __init__(self, handle: int, failures: FailureLog) -> None:
         self.handle = handle
         self._failures = failures
         self.pending: deque[Operation] = deque()
-        self.submitted = 0  # operations ever queued; what the caller ran on the spot does not count
-        self.direct = False  # nothing is pending and the schedule runs work at once: the caller may do it on the spot
-        self.retired = False  # its handle was destroyed; what is pending still runs
-        self.listed = False  # the schedule has it among the streams with something pending
+        self.submitted = 0  # operations ever queued, without those that the caller ran at once
+        self.direct = False  # no work is pending and the schedule runs work at once: the caller may run it itself
+        self.retired = False  # its handle was destroyed; pending work still runs
+        self.listed = False  # the schedule lists it among the streams with pending work
         self.runner = 0  # on `threads`: the thread that runs the first operation; 0 for none
 
     def finished(self) -> int:
-        """Operations done, in order. Counted by what is left, so that one step, taking an operation out, moves both."""
+        """Number of complete operations. Derived from `pending`, so that removing an operation also counts it, in one step."""
         return self.submitted - len(self.pending)
 
     def add(self, operation: Operation) -> None:
         """Queue an operation at the end."""
-        self.pending.append(operation)  # first: a count that lags makes an event late, never early
+        self.pending.append(operation)  # first: if interrupted here, events complete late, never early
         self.submitted += 1
 
     def fail(self, error: BaseException) -> None:
-        """The first operation has failed."""
+        """Keep the error of the first operation."""
         self._failures.add(self, error)
 
     def describe(self) -> str:
@@ -122,35 +122,35 @@ class Event:
 
 
 class Operation(ABC):
-    """One thing queued on a stream."""
+    """One unit of work on a stream."""
 
     def blocked(self) -> bool:
         """Whether it cannot run yet."""
         return False
 
     def instant(self) -> bool:
-        """Whether it takes no time once it is not blocked, so that any thread may run it in passing."""
+        """Whether it takes no time unless blocked, so that any thread may run it."""
         return False
 
     def shareable(self) -> bool:
-        """Whether a thread that waits for the device may run it: it is work, waits for nothing and is no code of the engine's."""
+        """Whether a thread that waits for the device may run it. True for work that never waits and is no code of the engine."""
         return False
 
     def shuffle(self, random: Random) -> None:
-        """Put parts that are unordered among each other in any order."""
+        """Shuffle parts that may run in any order."""
         del random  # most operations have no such parts
 
     @abstractmethod
     def run(self, queue: StreamQueue, steps: int) -> bool:
-        """Do up to `steps` parts of the work, as the first of the queue; True when all is done."""
+        """Run up to `steps` parts, as the first operation of the queue; True when all are done."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What it is or waits for, to follow "the first"."""
+        """What it is or waits for; the text follows "the first"."""
 
 
 class CopyOperation(Operation):
-    """Copies of one size, unordered among each other."""
+    """Copies of one size, which may run in any order."""
 
     def __init__(self, space: AddressSpace, tally: Tally, destinations: list[int], sources: list[int], nbytes: int) -> None:
         self.space = space
@@ -177,7 +177,7 @@ class CopyOperation(Operation):
             destination, source = self.destinations[done], self.sources[done]
             nbytes = self.nbytes
             done += 1
-            while (  # neighbours on both sides go in one
+            while (  # copies that are contiguous in both memories become one
                 done < last and self.destinations[done] == destination + nbytes and self.sources[done] == source + nbytes
             ):
                 nbytes += self.nbytes
@@ -194,14 +194,14 @@ class CopyOperation(Operation):
 
 
 class CallOperation(Operation):
-    """The engine's kernel. What it raises, of whatever class, is kept for the next call that waits for it."""
+    """The engine's kernel. Any exception of it is kept for the next call that waits for it."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function: Callable[[], None] | None = function
 
     def run(self, queue: StreamQueue, steps: int) -> bool:
         function = self.function
-        self.function = None  # a kernel that was interrupted does not run twice
+        self.function = None  # an interrupted kernel does not run again
         if function is not None:
             try:
                 function()
@@ -214,7 +214,7 @@ class CallOperation(Operation):
 
 
 def kernel_error(stream: int, error: BaseException) -> BaseException:
-    """What is raised for a kernel's exception: one of our own, KeyboardInterrupt and the like as they are, else a CuError."""
+    """The error that reports a kernel's exception: the exception if it is a KVCacheError or no Exception, else a CuError."""
     if isinstance(error, KVCacheError) or not isinstance(error, Exception):
         return error
     reported = CuError(f"a function launched on stream {stream} raised {type(error).__name__}: {error}", LAUNCH_FAILED, "launch")
@@ -223,7 +223,7 @@ def kernel_error(stream: int, error: BaseException) -> BaseException:
 
 
 class EventWait(Operation):
-    """Waits for the place that an event marked when the wait was queued."""
+    """Waits for the position that an event marked when the wait was queued."""
 
     def __init__(self, queue: StreamQueue, target: int) -> None:
         self.queue = queue

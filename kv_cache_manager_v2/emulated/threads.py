@@ -1,10 +1,9 @@
-"""The `threads` schedule: one real worker thread a stream, and the bounded pool of I/O threads for files.
+"""The `threads` schedule: a worker thread for each stream, and a bounded pool of I/O threads for files.
 
-Rule: one lock guards all queues; work itself runs with no lock held. What takes no time - waits that are over, the start of a file
-transfer - is done by the thread that made it possible, so that a worker is woken for real work only. A thread that waits for
-the device carries out copies that no other thread has begun, since handing over takes longer than a small copy. Nothing waits
-without a limit: when no operation has finished for the stall limit while something is pending, the waiting call raises an error
-that names the stuck streams.
+One lock guards all queues; work runs without it. Instant operations (waits that have ended, starts of file transfers) run on the
+thread that unblocked them, so that a worker is woken for real work only. A thread that waits for the device runs copies that no
+other thread has begun: a small copy takes less time than waking a thread. If pending work makes no progress for the stall limit,
+the waiting call raises an error that names the blocked streams.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from kv_cache_manager_v2.emulated.streams import ALL_STEPS, Event, Operation, St
 from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer
 from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
 
-_LOOK_AGAIN_S: Final = 5.0  # a sleeping worker looks at least so often: an interrupted thread may have failed to wake it
+_SLEEP_S: Final = 5.0  # a worker's longest sleep: an interrupted thread may have failed to wake it
 
 _log: Final = logging.getLogger(__name__)
 
 
 class PooledTransfer(EmulatedTransfer):
-    """A transfer that is carried out on the pool; hanging is waiting on the schedule's condition."""
+    """A transfer that runs on the pool. A hanging one waits on the schedule's condition."""
 
     def __init__(
         self, fd: int, offset: int, address: int, nbytes: int, writes: bool, space: AddressSpace, schedule: ThreadSchedule
@@ -37,7 +36,7 @@ class PooledTransfer(EmulatedTransfer):
 
     def perform(self) -> str:
         if not self.schedule.wait_released(self):
-            return "dropped: the device was closed while it hung"
+            return "canceled: the device was closed while it hung"
         try:
             error = super().perform()
         except LogicError as misuse:
@@ -47,7 +46,7 @@ class PooledTransfer(EmulatedTransfer):
         return error
 
     def opened(self) -> None:
-        """Streams that wait for other gates besides are let through by the last of them."""
+        """Notify the schedule, unless all streams that wait for this gate also wait for one that is still closed."""
         waits = self.waits
         for wait in waits:
             if not wait.blocked():
@@ -58,18 +57,20 @@ class PooledTransfer(EmulatedTransfer):
 
 
 class StreamWorker:
-    """The thread of one stream. What it shares is guarded by the schedule's lock."""
+    """The thread of one stream. The schedule's lock guards all fields."""
 
     def __init__(self, schedule: ThreadSchedule, queue: StreamQueue) -> None:
         self.schedule = schedule
         self.queue = queue
         self._asleep = False
-        self._bell = Lock()  # released to wake the thread
-        self._bell.acquire()
+        self._wake_lock = Lock()  # released to wake the thread
+        self._wake_lock.acquire()
 
     def run_first(self) -> None:
-        """Run the stream's first operation; no lock held, and the stream's runner is this thread. What raises is over, and its
-        error is kept; an interruption leaves the operation to the worker."""
+        """Run the stream's first operation. The stream's runner is this thread, and no lock is held.
+
+        An exception ends the operation and is kept; an interrupt leaves the operation to the worker.
+        """
         queue = self.queue
         done = False
         try:
@@ -80,20 +81,20 @@ class StreamWorker:
         finally:
             self.schedule.ended(self, done)
 
-    def ring(self) -> None:
-        """Let the thread look for work. The lock is held."""
+    def wake(self) -> None:
+        """Wake the thread to look for work. The lock is held."""
         if self._asleep:
-            if self._bell.locked():
-                self._bell.release()
-            self._asleep = False  # last: a call that is interrupted before leaves it to the next one to wake the thread
+            if self._wake_lock.locked():
+                self._wake_lock.release()
+            self._asleep = False  # last: if this call is interrupted, the next one wakes the thread
 
     def work(self) -> None:
-        """The thread's life."""
-        while self._turn_that_goes_on():
+        """Main loop of the thread."""
+        while self._guarded_turn():
             pass
 
-    def _turn_that_goes_on(self) -> bool:
-        """A turn, and the next one whatever it raises. Apart from the loop: mypyc 2.4.1 makes wrong code of a `try` in one."""
+    def _guarded_turn(self) -> bool:
+        """As `_turn`; after an exception the thread goes on. A function of its own: mypyc 2.4.1 miscompiles a `try` in a loop."""
         try:
             return self._turn()
         except Exception:
@@ -101,7 +102,7 @@ class StreamWorker:
             return True
 
     def _turn(self) -> bool:
-        """Do what there is, or sleep; False when the thread shall end."""
+        """Run the stream's first operation, or sleep if there is none; False if the thread should end."""
         queue = self.queue
         with self.schedule.lock:
             if self.schedule.retires(self):
@@ -114,23 +115,23 @@ class StreamWorker:
         if found:
             self.run_first()
         else:
-            self._bell.acquire(timeout=_LOOK_AGAIN_S)
+            self._wake_lock.acquire(timeout=_SLEEP_S)
             self._asleep = False
         return True
 
 
 class ThreadSchedule(Schedule):
-    """Real concurrency: what runs when is the operating system's choice."""
+    """Runs work concurrently on real threads, which the operating system schedules."""
 
     def __init__(self, tally: Tally, timeout_s: float, stall_s: float, io_threads: int) -> None:
         super().__init__(tally)
-        self.stall_s = stall_s  # how long a waiting call watches nothing happen before it gives up
-        self.pool = TransferPool(io_threads, timeout_s)  # its lock may be taken while ours is held, never the other way round
-        self._complete = Condition(self.lock)  # something that a host thread waits for is over
-        self._let_go = Condition(self.lock)  # a gate was opened, perhaps that of a hanging transfer
+        self.stall_s = stall_s  # how long a call waits without progress before it raises
+        self.pool = TransferPool(io_threads, timeout_s)  # lock order: the schedule's lock before the pool's
+        self._complete = Condition(self.lock)  # work that a host thread waits for is complete
+        self._gate_opened = Condition(self.lock)  # by a test: hanging transfers wait for it
         self._workers: dict[int, StreamWorker] = {}  # by stream handle: streams that have a worker thread
-        self._awaited: list[Event | None] = []  # what host threads wait for; None: everything
-        self._progress = 0  # operations finished and gates opened, ever
+        self._awaited: list[Event | None] = []  # what host threads wait for; None: all work
+        self._progress = 0  # count of finished operations and opened gates
         self._closing = False
 
     def adopt(self, queue: StreamQueue) -> None:
@@ -141,7 +142,7 @@ class ThreadSchedule(Schedule):
             queue.retired = True
             worker = self._workers.get(queue.handle)
             if worker is not None:
-                worker.ring()
+                worker.wake()
 
     def new_transfer(self, fd: int, offset: int, address: int, nbytes: int, writes: bool, space: AddressSpace) -> EmulatedTransfer:
         return PooledTransfer(fd, offset, address, nbytes, writes, space, self)
@@ -152,8 +153,8 @@ class ThreadSchedule(Schedule):
             if worker is None:
                 worker = self._start_worker(queue)
             queue.add(operation)
-            if not queue.runner and self._pass(worker):
-                self._pass_all()
+            if not queue.runner and self._run_instants(worker):
+                self._run_all_instants()
 
     def _start_worker(self, queue: StreamQueue) -> StreamWorker:
         worker = StreamWorker(self, queue)
@@ -163,7 +164,7 @@ class ThreadSchedule(Schedule):
             raise OutOfMemoryError(
                 f"the process cannot start a thread for stream {queue.handle} ({error}); raise the limit on processes or memory"
             ) from error
-        self._workers[queue.handle] = worker  # last: until here an interruption leaves a thread that finds no work
+        self._workers[queue.handle] = worker  # last: an interrupt before it leaves only a thread without work
         return worker
 
     def start(self, transfer: EmulatedTransfer) -> None:
@@ -174,25 +175,25 @@ class ThreadSchedule(Schedule):
     def changed(self) -> None:
         with self.lock:
             self._progress += 1
-            self._pass_all()
-            self._let_go.notify_all()
+            self._run_all_instants()
+            self._gate_opened.notify_all()
 
     def advance(self) -> None:
-        """The threads do it."""
+        """Nothing to do: the threads run all work."""
 
     def ended(self, worker: StreamWorker, done: bool) -> None:
-        """A thread no longer runs the stream's first operation."""
+        """Record that a thread stops running the stream's first operation, which is complete if `done`."""
         queue = worker.queue
         with self.lock:
             if done:
                 self._pop(queue)
             queue.runner = 0
             if not done or self._closing or (queue.retired and not queue.pending):
-                worker.ring()
-            self._pass_all()
+                worker.wake()
+            self._run_all_instants()
 
     def retires(self, worker: StreamWorker) -> bool:
-        """Whether the worker's thread shall end: then it is none of ours any more. The lock is held."""
+        """Whether the worker's thread should end; if so, forget the worker. The lock is held."""
         queue = worker.queue
         if queue.runner or not (self._closing or (queue.retired and not queue.pending)):
             return False
@@ -201,33 +202,33 @@ class ThreadSchedule(Schedule):
         self._complete.notify_all()
         return True
 
-    # --- inside; the lock is held
+    # --- internals; the lock is held
 
     def _pop(self, queue: StreamQueue) -> None:
         queue.pending.popleft()
         self._progress += 1
 
-    def _pass(self, worker: StreamWorker) -> bool:
-        """Do what takes no time at the front of a stream, and wake its worker for what comes then; whether anything was done."""
+    def _run_instants(self, worker: StreamWorker) -> bool:
+        """Run the stream's leading instant operations, and wake its worker for the one after them; whether any ran."""
         queue = worker.queue
         moved = False
         while queue.pending and not queue.runner:
             operation = queue.pending[0]
             if not operation.instant():
-                worker.ring()
+                worker.wake()
                 break
             if operation.blocked():
                 break
             self._run_instant(queue, operation)
             moved = True
         if queue.retired and not queue.pending:
-            worker.ring()
+            worker.wake()
         return moved
 
     def _run_instant(self, queue: StreamQueue, operation: Operation) -> None:
         try:
             try:
-                queue.runner = get_ident()  # starting a transfer may open its gate at once, which comes back to `_pass`
+                queue.runner = get_ident()  # starting a transfer may open its gate at once, which calls `_run_instants`
                 operation.run(queue, ALL_STEPS)
                 self._pop(queue)
             except Exception as error:
@@ -236,15 +237,15 @@ class ThreadSchedule(Schedule):
             finally:
                 queue.runner = 0
         finally:
-            queue.runner = 0  # also if the line before was interrupted
+            queue.runner = 0  # again, in case the line above was interrupted
 
-    def _pass_all(self) -> None:
-        """Something has moved: so may what waited for it, streams and host threads."""
+    def _run_all_instants(self) -> None:
+        """Run all instant operations that are not blocked, and notify host threads whose wait has ended."""
         moved = True
         while moved:
             moved = False
             for worker in list(self._workers.values()):
-                if worker.queue.pending and self._pass(worker):
+                if worker.queue.pending and self._run_instants(worker):
                     moved = True
         for event in self._awaited:
             if self._over(event):
@@ -254,9 +255,8 @@ class ThreadSchedule(Schedule):
     def _over(self, event: Event | None) -> bool:
         return self.idle() if event is None else event.complete()
 
-    def _claim_copy(self, event: Event | None, me: int) -> StreamWorker | None:
-        """A worker whose stream's first operation is a copy that nobody has begun, and that the event waits for: this thread runs
-        it."""
+    def _take_copy(self, event: Event | None, me: int) -> StreamWorker | None:
+        """Take a copy that the event waits for and no thread has begun; returns its stream's worker, None if there is none."""
         for worker in self._workers.values():
             queue = worker.queue
             wanted = event is None or event.queue is queue
@@ -265,25 +265,25 @@ class ThreadSchedule(Schedule):
                 return worker
         return None
 
-    def _end_claims(self, me: int) -> None:
-        """This thread was interrupted: what it was about to run is its worker's."""
+    def _return_work(self, me: int) -> None:
+        """After an interrupt, leave the operations that this thread has taken to their workers."""
         with self.lock:
             for worker in self._workers.values():
                 if worker.queue.runner == me:
                     worker.queue.runner = 0
-                    worker.ring()
+                    worker.wake()
 
     # --- waiting
 
     def wait_released(self, transfer: EmulatedTransfer) -> bool:
-        """Block while the transfer is told to hang; False if the device is closed before it is let go."""
+        """Block while the transfer is made to hang; False if the device is closed first."""
         if not transfer.held():
             return True
         with self.lock:
             while transfer.held():
                 if self._closing:
                     return False
-                self._let_go.wait()
+                self._gate_opened.wait()
         return True
 
     def run_until(self, event: Event | None) -> None:
@@ -300,18 +300,21 @@ class ThreadSchedule(Schedule):
                 if worker is not None:
                     worker.run_first()
         except BaseException:
-            self._end_claims(me)
+            self._return_work(me)
             raise
 
     def _wait(self, event: Event | None, me: int) -> StreamWorker | None:
-        """Wait until the event, or everything, is over: None; or until there is a copy to help with, which this thread then has."""
+        """Wait until the event (None: all work) is complete; returns None then.
+
+        Returns earlier with a worker if there is a copy to run; this thread has then taken it.
+        """
         try:
             self._awaited.append(event)
-            self._pass_all()  # what an interrupted call has left to be done
+            self._run_all_instants()  # in case an interrupted call did not
             seen = self._progress
             end = time.monotonic() + self.stall_s
             while not self._over(event):
-                worker = self._claim_copy(event, me)
+                worker = self._take_copy(event, me)
                 if worker is not None:
                     return worker
                 now = time.monotonic()
@@ -320,7 +323,7 @@ class ThreadSchedule(Schedule):
                     end = now + self.stall_s
                 elif now >= end:
                     lines = [worker.queue.describe() for worker in self._workers.values() if worker.queue.pending]
-                    raise LogicError(f"nothing has moved for {self.stall_s:g} s: {'; '.join(lines)}")
+                    raise LogicError(f"no progress for {self.stall_s:g} s: {'; '.join(lines)}")
                 self._complete.wait(min(1.0, max(0.001, end - now)))
         finally:
             if event in self._awaited:
@@ -342,9 +345,9 @@ class ThreadSchedule(Schedule):
     def close(self) -> None:
         with self.lock:
             self._closing = True
-            self._let_go.notify_all()
+            self._gate_opened.notify_all()
             for worker in self._workers.values():
-                worker.ring()
+                worker.wake()
             while self._workers:
                 self._complete.wait()
         self.pool.close()

@@ -1,4 +1,4 @@
-"""File transfers of the emulated device, the gates that tests hold, and the operations that start and await transfers."""
+"""File transfers of the emulated device, gates for tests, and the stream operations that start transfers or wait for gates."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.streams import Operation, StreamQueue
 
 
-class GateKeeper(ABC):
-    """What starts transfers, and is told that a gate has opened: a schedule."""
+class TransferScheduler(ABC):
+    """Starts transfers, and is notified when a test opens a gate. Implemented by the schedules."""
 
     @abstractmethod
     def start(self, transfer: EmulatedTransfer) -> None:
-        """The transfer may start, after those that were started before. A second call does nothing."""
+        """Let the transfer run, after those started before it. A second call does nothing."""
 
     @abstractmethod
     def changed(self) -> None:
-        """A gate has opened from outside."""
+        """A test has opened a gate."""
 
 
 class EmulatedGate:
-    """A door in a stream, or before a file transfer: nothing after it runs until `open()`."""
+    """A barrier for tests: it holds back the work of a stream, or a file transfer, until `open()`."""
 
-    def __init__(self, name: str, keeper: GateKeeper) -> None:
+    def __init__(self, name: str, scheduler: TransferScheduler) -> None:
         self.name = name
         self.is_open = False
-        self._keeper = keeper
+        self._scheduler = scheduler
 
     def open(self) -> None:
-        """Let what waits go on; a second call does nothing. Any thread may call it."""
+        """Let the work run. A second call does nothing; any thread may call it."""
         if not self.is_open:
             self.is_open = True
-            self._keeper.changed()
+            self._scheduler.changed()
 
 
 class EmulatedTransfer(Transfer):
-    """A file transfer that can be told to fail or to hang."""
+    """A file transfer that can be made to fail or to hang."""
 
     def __init__(self, fd: int, offset: int, address: int, nbytes: int, writes: bool, space: AddressSpace) -> None:
         super().__init__(fd, offset, address, nbytes, writes)
         self.space = space
-        self.short = False  # an ordered fault: end after half of the bytes
-        self.broken = False  # an ordered fault: end with EIO
-        self.hold: EmulatedGate | None = None  # an ordered fault: do not end before this opens
-        self.waits: list[TransferWait] = []  # every operation that was queued to wait for the gate
-        self.started = False  # the schedule has it
+        self.short = False  # injected fault: end after half of the bytes
+        self.broken = False  # injected fault: end with EIO
+        self.hold: EmulatedGate | None = None  # injected fault: hang until this is opened
+        self.waits: list[TransferWait] = []  # every operation queued to wait for the gate
+        self.started = False  # `TransferScheduler.start` was called
 
     def awaited(self) -> bool:
-        """Whether queued work still waits for the gate, open or not."""
+        """Whether queued work waits for the gate, even if it is open."""
         return any(not wait.passed for wait in self.waits)
 
     def held(self) -> bool:
@@ -65,7 +65,7 @@ class EmulatedTransfer(Transfer):
             return super().perform()
         if self.writes and self.checksums is not None:
             self.checksums.invalidate(self.offset, nbytes)
-        # what a device does before it fails: some of the work
+        # As on a real device, a failing transfer moves some of the bytes.
         error = move_file_range(self.fd, self.offset, self.address, nbytes // 2, self.writes)
         if self.broken:
             return f"injected: input/output error (errno 5) of {nbytes} bytes"
@@ -73,7 +73,7 @@ class EmulatedTransfer(Transfer):
 
 
 class HoldOperation(Operation):
-    """Waits for a gate that the test opens."""
+    """Waits for a gate that a test opens."""
 
     def __init__(self, gate: EmulatedGate) -> None:
         self.gate = gate
@@ -92,10 +92,10 @@ class HoldOperation(Operation):
 
 
 class TransferStart(Operation):
-    """Everything before some file transfers is complete: they may start, in this order. The stream goes on at once."""
+    """Starts file transfers in order, once the work queued before them is complete. The stream does not wait for them."""
 
-    def __init__(self, keeper: GateKeeper, transfers: list[EmulatedTransfer]) -> None:
-        self.keeper = keeper
+    def __init__(self, scheduler: TransferScheduler, transfers: list[EmulatedTransfer]) -> None:
+        self.scheduler = scheduler
         self.transfers = transfers
 
     def instant(self) -> bool:
@@ -103,7 +103,7 @@ class TransferStart(Operation):
 
     def run(self, queue: StreamQueue, steps: int) -> bool:
         for transfer in self.transfers:
-            self.keeper.start(transfer)
+            self.scheduler.start(transfer)
         return True
 
     def describe(self) -> str:
@@ -112,20 +112,20 @@ class TransferStart(Operation):
 
 
 class TransferWait(Operation):
-    """Waits until the gates of some file transfers open."""
+    """Waits until the gates of some file transfers are open."""
 
     def __init__(self, transfers: list[EmulatedTransfer]) -> None:
         self.transfers = transfers
         self.passed = False
-        self._open = 0  # so many from the front are known to be open
+        self._open = 0  # how many of the first transfers' gates are known to be open
 
-    def note(self) -> None:
-        """Tell the transfers that queued work waits for them."""
+    def register(self) -> None:
+        """Enter this wait in the transfers, so that their gates are not released before it."""
         for transfer in self.transfers:
             transfer.waits.append(self)
 
     def blocked(self) -> bool:
-        known = self._open  # several threads may look at once
+        known = self._open  # a local copy: several threads may ask at once
         while known < len(self.transfers) and self.transfers[known].state != GATE_PENDING:
             known += 1
         self._open = known

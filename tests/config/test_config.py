@@ -70,7 +70,7 @@ def test_subclasses_are_accepted(tmp_path: Path) -> None:
     tiers = [GpuCacheTierConfig(64 * MIB), OwnDisk(64 * MIB, str(tmp_path))]
     config = OwnConfig(32, tiers, [layer], commit_min_snapshot=True)
     manager = KVCacheManager(config, driver=EmulatedDriver())
-    assert manager.create_kv_cache().close() is None
+    manager.create_kv_cache().close()
     manager.shutdown()
     with pytest.raises(ConfigError, match="layer 0 is an SSM layer"):
         OwnConfig(32, tiers, [layer])

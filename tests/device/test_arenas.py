@@ -41,24 +41,24 @@ def test_device_slots_grow_and_shrink_in_place() -> None:
     arena = DeviceArena(driver, pool, slot_bytes, 10 * GRANULARITY + 1)
     base = arena.base
     assert arena.reserved_bytes == 11 * GRANULARITY
-    assert (pool.lent, arena.mapped_bytes) == (0, 0)
+    assert (pool.in_use, arena.mapped_bytes) == (0, 0)
     arena.resize(5)
     stamp(driver, arena, range(5))
     assert arena.address(4) == base + 4 * slot_bytes
-    assert pool.lent == 4
+    assert pool.in_use == 4
     arena.resize(9)
     check_stamps(driver, arena, range(5))
     arena.resize(3)
     check_stamps(driver, arena, range(3))
-    assert (pool.lent, pool.spare) == (2, 4)
+    assert (pool.in_use, pool.spare) == (2, 4)
     arena.check_invariants()
     other = DeviceArena(driver, pool, 16, GRANULARITY)
     other.resize(1)
-    assert (pool.lent, pool.spare, driver.chunks_live) == (3, 3, 6)
+    assert (pool.in_use, pool.spare, driver.chunks_live) == (3, 3, 6)
     pool.trim()
     assert driver.chunks_live == 3
     assert arena.base == base
-    with pytest.raises(LogicError, match="3 chunks of 2097152 bytes are still held"):
+    with pytest.raises(LogicError, match="still have 3 chunks of 2097152 bytes"):
         pool.close()
     for each in (arena, other):
         each.close()
@@ -84,8 +84,8 @@ def test_a_failed_growth_pops_back(call: str, nth: int) -> None:
         arena.resize(8)
     arena.check_invariants()
     driver.check_invariants()
-    assert (arena.num_slots, arena.mapped_bytes, driver.mapped_bytes, pool.lent) == (2, GRANULARITY, GRANULARITY, 1)
-    assert driver.chunks_live == pool.lent + pool.spare
+    assert (arena.num_slots, arena.mapped_bytes, driver.mapped_bytes, pool.in_use) == (2, GRANULARITY, GRANULARITY, 1)
+    assert driver.chunks_live == pool.in_use + pool.spare
     check_stamps(driver, arena, range(2))
     arena.resize(8)
     check_stamps(driver, arena, range(2))
@@ -282,7 +282,7 @@ def test_prefaulting_leaves_zeros_and_makes_pages_present(threads: int) -> None:
     """Populated memory reads as zeros, whatever the number of threads and pieces."""
     nbytes = 10 * PAGE_BYTES
     address = map_range(nbytes)
-    populate_range(address, nbytes, threads, piece_bytes=3 * PAGE_BYTES)
+    populate_range(address, nbytes, threads, part_bytes=3 * PAGE_BYTES)
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(address // PAGE_BYTES * 8)
         present = [entry[7] >> 7 for entry in (pagemap.read(8) for _i in range(10))]

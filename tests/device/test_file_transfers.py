@@ -352,7 +352,7 @@ def test_threads_that_hang_together_are_all_replaced() -> None:
 
 
 def test_impossible_pools_are_refused() -> None:
-    with pytest.raises(ConfigError, match="0 threads"):
+    with pytest.raises(ConfigError, match="threads is 0"):
         TransferPool(threads=0)
     with pytest.raises(ConfigError, match="timeout"):
         TransferPool(timeout_s=0.0)

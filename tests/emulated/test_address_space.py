@@ -164,7 +164,7 @@ def test_what_is_not_given_back_is_named_at_the_end() -> None:
         with pytest.raises(LogicError) as caught:
             driver.close()
         for text in (
-            "7 things were not given back",
+            "7 things not freed",
             f"mapping [{base:#x}",
             "device reservation #1",
             f"chunk {chunk} of",
@@ -182,7 +182,7 @@ def test_a_device_closed_with_stuck_work_says_so() -> None:
     """A gate that the test forgot is named at the end too."""
     driver = EmulatedDriver()
     driver.gate(Stream(0))
-    with pytest.raises(LogicError, match=r"cannot finish.*gate 1 on stream 0"):
+    with pytest.raises(LogicError, match=r"can never run.*gate 1 on stream 0"):
         driver.close()
 
 

@@ -249,7 +249,7 @@ def test_a_call_fails_with_the_exception_that_was_ordered(call: str, error: Base
 
 def abandon(driver: EmulatedDriver) -> None:
     """The device is closed with what the test took and did not give back."""
-    with pytest.raises(LogicError, match="not given back"):
+    with pytest.raises(LogicError, match="not freed"):
         driver.close()
 
 

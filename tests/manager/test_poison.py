@@ -62,8 +62,23 @@ class Refused(OutOfPagesError):
     """A subclass that the package does not know."""
 
 
-REFUSALS = [ConfigError, UnknownBufferError, LogicError, AlreadyDroppedError, OutOfPagesError, PageDataLostError, Refused]
-UNEXPECTED = [KVCacheError, OutOfMemoryError, DeviceUnavailableError, CuError, HostRegistrationError, CorruptedError]
+REFUSALS: list[type[KVCacheError]] = [
+    ConfigError,
+    UnknownBufferError,
+    LogicError,
+    AlreadyDroppedError,
+    OutOfPagesError,
+    PageDataLostError,
+    Refused,
+]
+UNEXPECTED: list[type[KVCacheError]] = [
+    KVCacheError,
+    OutOfMemoryError,
+    DeviceUnavailableError,
+    CuError,
+    HostRegistrationError,
+    CorruptedError,
+]
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""The one seam to memory, streams and files: every call that touches a device goes through a `Driver`.
+"""The device interface: every call that touches device memory, a stream or a file goes through a `Driver`.
 
-Rule: nothing above this file knows which device it runs on, and nothing below it knows what a page is. All calls may raise
-`CuError` (or `OutOfMemoryError` where a call allocates) and then have changed nothing.
+No caller knows which device it runs on, and no driver knows what a page is. Any call may raise `CuError`, or `OutOfMemoryError` if
+it allocates; it has then changed nothing.
 
-Order: work queued on one stream runs in the order in which it was queued; work on different streams runs in any order, unless an
-event or a gate orders it. Addresses are ints. All sizes are bytes.
+Work queued on one stream runs in the order in which it was queued. Work on different streams runs in any order, unless an event or
+a gate orders it. Addresses are ints. Sizes are in bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -23,26 +23,26 @@ GATE_LATE: Final = 4
 class Driver(ABC):
     """Memory, streams, events, copies and file transfers of one device.
 
-    A *gate* is what a file transfer returns: a door that opens when the transfer ends. A stream can be made to wait for it
-    (`wait_gate`), the host can look at it (`poll_gate`). It opens whatever happens, and says how the transfer ended.
+    A file transfer returns a *gate*, which opens when the transfer ends or its time limit passes. A stream can wait for the gate
+    (`wait_gate`); the host can poll it (`poll_gate`) and learn how the transfer ended.
     """
 
     def __reduce__(self) -> str: ...
     @abstractmethod
     def describe(self) -> str:
-        """One line for people: the device and how it is driven."""
+        """The device and how it is driven, as one line of text."""
 
     @abstractmethod
     def granularity(self) -> int:
-        """Smallest size and alignment of a physical chunk; chunk sizes are multiples of it."""
+        """The smallest size and alignment of a physical chunk. Chunk sizes are multiples of it."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> int:
-        """Reserve a device address range, backed by nothing; returns its address."""
+        """Reserve a range of device addresses without memory; returns its address."""
 
     @abstractmethod
     def release_reservation(self, address: int, nbytes: int) -> None:
-        """Give back a whole range of `reserve`, with nothing mapped in it."""
+        """Release a whole range of `reserve`, in which nothing is mapped."""
 
     @abstractmethod
     def create_chunk(self, nbytes: int) -> int:
@@ -58,7 +58,7 @@ class Driver(ABC):
 
     @abstractmethod
     def unmap(self, address: int, nbytes: int) -> None:
-        """Undo `map_chunk` of exactly this range; the caller has made sure that no work still uses it."""
+        """Unmap one chunk, exactly as it was mapped. The caller ensures that no queued work uses it."""
 
     @abstractmethod
     def set_access(self, address: int, nbytes: int) -> None:
@@ -66,39 +66,39 @@ class Driver(ABC):
 
     @abstractmethod
     def host_register(self, address: int, nbytes: int) -> None:
-        """Pin a range of host memory and make it known to the device. Raises HostRegistrationError."""
+        """Pin a range of host memory for access by the device. Raises HostRegistrationError."""
 
     @abstractmethod
     def host_unregister(self, address: int, nbytes: int) -> None:
-        """Undo `host_register` of exactly this range."""
+        """Unpin a range, exactly as it was registered."""
 
     @abstractmethod
     def create_stream(self) -> Stream:
-        """A new stream that is ordered with no other."""
+        """A new stream, not synchronised with any other."""
 
     @abstractmethod
     def destroy_stream(self, stream: Stream) -> None:
-        """Give back a stream of `create_stream`; work already queued still runs."""
+        """Destroy a stream of `create_stream`. Work already queued on it still runs."""
 
     @abstractmethod
     def create_event(self) -> int:
-        """A new event, complete until it is recorded. It may be recorded any number of times."""
+        """A new event. It is complete until it is recorded, and may be recorded any number of times."""
 
     @abstractmethod
     def destroy_event(self, event: int) -> None:
-        """Give back an event."""
+        """Destroy an event."""
 
     @abstractmethod
     def record_event(self, event: int, stream: Stream) -> None:
-        """Mark the present end of the stream's queue; the event is complete when all work before the mark is."""
+        """Record the event at the end of the stream's queue. It is complete when all work before it is."""
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: int) -> None:
-        """Work queued on the stream from now on waits until the event's latest record is complete."""
+        """Make work queued on the stream from now on wait until the event's latest record is complete."""
 
     @abstractmethod
     def query_event(self, event: int) -> bool:
-        """Whether the event's latest record is complete; never blocks."""
+        """Whether the event's latest record is complete. Never blocks."""
 
     @abstractmethod
     def synchronize_event(self, event: int) -> None:
@@ -110,22 +110,22 @@ class Driver(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None:
-        """Queue one copy between any two of device memory and registered host memory; the source is read when it runs."""
+        """Queue one copy within or between device memory and registered host memory. The source is read when the copy runs."""
 
     @abstractmethod
     def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None:
-        """Queue copies of `nbytes` each, of equal count, unordered among each other; empty lists are a no-op."""
+        """Queue one copy of `nbytes` for each pair of addresses. The copies run in any order; empty lists queue nothing."""
 
     @abstractmethod
     def launch(self, stream: Stream, function: Callable[[], None]) -> None:
-        """Queue a host function in the stream's order: on the emulated device, the engine's kernel."""
+        """Queue a host function in the stream's order. On the emulated device this plays the part of a kernel of the engine."""
 
     @abstractmethod
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
         """Read a file range into host memory once all work queued on the stream so far is complete; returns its gate.
 
-        The stream itself does not wait unless `wait_gate` says so. Transfers start in submission order on a bounded pool and run
-        in parallel. A short read is an error: the gate says GATE_FAILED.
+        The stream does not wait for the transfer; see `wait_gate`. Transfers start in submission order on a bounded pool of
+        threads and run in parallel. A short read is an error: its gate is GATE_FAILED.
         """
 
     @abstractmethod
@@ -133,9 +133,9 @@ class Driver(ABC):
         """As `read_file`, from host memory into the file range."""
 
     def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
-        """As `read_file` for ranges of `nbytes` each, of equal count, in this order: a driver may make one call cheaper than many.
+        """As `read_file` for several ranges of `nbytes` each, in this order. A driver may do it at lower cost than one by one.
 
-        Appends the gate of each to `gates`; on an exception, of those that were queued.
+        Appends one gate for each range to `gates`; after an exception, one for each range that was queued.
         """
 
     def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
@@ -153,37 +153,37 @@ class Driver(ABC):
 
     @abstractmethod
     def wait_gate(self, stream: Stream, gate: int) -> None:
-        """Work queued on the stream from now on waits until the gate opens."""
+        """Make work queued on the stream from now on wait until the gate opens."""
 
     def wait_gates(self, stream: Stream, gates: list[int]) -> None:
-        """As `wait_gate` for each of them."""
+        """As `wait_gate`, for several gates."""
 
     @abstractmethod
     def poll_gate(self, gate: int) -> int:
-        """GATE_PENDING, GATE_DONE, GATE_FAILED, GATE_TIMED_OUT or GATE_LATE; never blocks.
+        """GATE_PENDING, GATE_DONE, GATE_FAILED, GATE_TIMED_OUT or GATE_LATE. Never blocks.
 
-        A timed-out gate turns into GATE_LATE when its transfer really ends, never into GATE_DONE: what a stream did meanwhile
-        may have read or overwritten the same memory.
+        A timed-out gate becomes GATE_LATE when its transfer ends, never GATE_DONE: a stream that went on may have read or
+        overwritten the same memory.
         """
 
     @abstractmethod
     def gate_error(self, gate: int) -> str:
-        """What went wrong with a failed or timed-out transfer, with the file range; empty for one that did not."""
+        """Why a transfer failed or timed out, with its file range; empty for any other gate."""
 
     @abstractmethod
     def release_gate(self, gate: int) -> None:
-        """Forget a gate that is not pending and that no queued work still waits for."""
+        """Free a gate that is not pending and that no queued work waits for."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all work and give everything back; raises LogicError naming what the caller leaked."""
+        """Finish all work and free everything. Raises LogicError with a list of what the caller has not freed."""
 
 class IdentifyingDriver(Driver):
-    """A driver that can tell a stream from a later one with the same handle, which saves waits between works of one stream."""
+    """A driver that can tell a stream from a later one with the same handle. The manager then queues fewer waits."""
 
     @abstractmethod
     def stream_identity(self, stream: Stream) -> int:
-        """A positive number that no other stream of this driver ever has; 0 if the driver cannot tell, or has no such stream.
+        """A positive number that no other stream of this driver ever has; 0 if it is unknown.
 
-        Cheap, and never raises.
+        Cheap: asked for each point that is recorded. Never raises.
         """

@@ -1,8 +1,8 @@
-"""The emulated device: a `Driver` over host memory, with real asynchronous stream semantics, strict books and ordered faults.
+"""The emulated device: a `Driver` over host memory, with asynchronous streams, strict checks and faults that tests inject.
 
-Rule: what a real device would get wrong silently is an error here. Schedules: `eager` runs work as soon as possible on the calling
-thread, `threads` on real threads, `random` in any legal order that the seed decides, a little whenever the driver is called and
-wholly on `synchronize()`; with `random`, a missing wait shows as wrong bytes under some seed.
+Accesses that a real device would perform silently and wrongly are errors here. On schedule `eager` work runs as soon as possible,
+on the calling thread; on `threads`, on real threads. On `random` each driver call runs some work, in any legal order that the seed
+chooses, so a missing wait shows as wrong bytes under some seed.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ DEFAULT_STREAM: Final[Stream]
 DEFAULT_TIMEOUT_CALLS: Final = 1000
 
 class EmulatedDriver(IdentifyingDriver):
-    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use it, on every schedule.
+    """A device whose memory is host memory. Stream 0 always exists. Any number of threads may use the device.
 
-    `transfer_timeout`: the time limit of a file transfer, after which its gate opens and its bytes are lost. It is a number of
-    driver calls on `eager` and `random` (1000), and seconds on `threads` (60). `stall_timeout_s`: on `threads`, how long a waiting
-    call watches nothing move before it raises. `io_threads`: on `threads`, how many file transfers run at once.
+    `schedule` is "eager", "threads" or "random"; `seed` decides the order of "random". `transfer_timeout` is the time limit of a
+    file transfer: driver calls on `eager` and `random` (default 1000), seconds on `threads` (60). On `threads`, a call that waits
+    `stall_timeout_s` without progress raises, and `io_threads` file transfers run at once.
 
-    What a launched function raises is reported by the next `synchronize`, or `synchronize_event` for an event after it: as a
-    CuError, KeyboardInterrupt and the like as they are. A child of `os.fork()` cannot use the device, and may close it.
+    An exception of a launched function is raised by the next `synchronize`, or `synchronize_event` of a later event: as a CuError,
+    or unchanged if it is no Exception, like KeyboardInterrupt. A child of `os.fork()` may only close the device.
     """
 
     schedule_name: str
@@ -50,21 +50,21 @@ class EmulatedDriver(IdentifyingDriver):
         effect: str = EFFECT_ERROR,
         error: BaseException | type[BaseException] | None = None,
     ) -> None:
-        """Let the nth next call of a kind fail, and the `times` - 1 after it (None: for ever), before it has changed anything.
+        """Make the nth next call of a driver method fail, and the `times` - 1 after it (None: all), before it changes anything.
 
-        The call raises `error`, an exception of any class or such a class; without one, OutOfMemoryError if it allocates,
-        HostRegistrationError from `host_register`, else CuError. Without `error` a file transfer is accepted and ends with an error
-        at its gate: EIO, or a short count with effect="short".
+        The call raises `error`, an exception or an exception class. The default is OutOfMemoryError for a call that allocates,
+        HostRegistrationError for `host_register`, else CuError. A file transfer without `error` fails at its gate instead: with
+        EIO, or with a short count if `effect` is "short".
         """
 
     def hang(self, call: str, nth: SupportsIndex = 1, times: SupportsIndex | None = 1) -> EmulatedGate:
-        """Let the nth next `read_file` or `write_file`, and the `times` - 1 after it, not end before the gate returned opens."""
+        """Make the nth next `read_file` or `write_file`, and the `times` - 1 after it, hang until the returned gate is opened."""
 
     def heal(self) -> None:
-        """Forget all ordered faults; what hangs already still hangs."""
+        """Cancel all injected faults. A transfer that hangs already still hangs."""
 
     def gate(self, stream: SupportsIndex = DEFAULT_STREAM) -> EmulatedGate:
-        """Close the stream: nothing that is queued on it from now on runs until the returned gate is opened."""
+        """Hold back all work that is queued on the stream from now on, until the returned gate is opened."""
 
     def granularity(self) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
@@ -77,10 +77,10 @@ class EmulatedDriver(IdentifyingDriver):
     def host_register(self, address: int, nbytes: int) -> None: ...
     def host_unregister(self, address: int, nbytes: int) -> None: ...
     def read_bytes(self, address: SupportsIndex, nbytes: SupportsIndex) -> bytes:
-        """The bytes of device or registered host memory as they are now, whatever is still queued."""
+        """The present bytes of device or registered host memory. Does not wait for queued work."""
 
     def write_bytes(self, address: SupportsIndex, data: bytes) -> None:
-        """Overwrite device or registered host memory now, whatever is still queued."""
+        """Overwrite device or registered host memory. Does not wait for queued work."""
 
     def create_stream(self) -> Stream: ...
     def destroy_stream(self, stream: Stream) -> None: ...
@@ -92,7 +92,7 @@ class EmulatedDriver(IdentifyingDriver):
     def query_event(self, event: int) -> bool: ...
     def synchronize_event(self, event: int) -> None: ...
     def synchronize(self) -> None:
-        """Run all that is queued. LogicError naming the streams and gates if that can never be: a gate of the test is closed."""
+        """Run all queued work. Raises LogicError with the blocked streams and gates if that cannot end: a test's gate is closed."""
 
     def copy(self, stream: Stream, destination: int, source: int, nbytes: int) -> None: ...
     def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None: ...
@@ -124,7 +124,7 @@ class EmulatedDriver(IdentifyingDriver):
     def events_live(self) -> int: ...
     @property
     def streams_live(self) -> int:
-        """Streams of `create_stream`: the default stream is not counted."""
+        """Streams of `create_stream`, not counting the default stream."""
 
     @property
     def gates_live(self) -> int: ...
@@ -139,10 +139,10 @@ class EmulatedDriver(IdentifyingDriver):
         """(address, bytes) of every registered host range, in ascending order."""
 
     def idle(self) -> bool:
-        """Whether nothing is queued and every gate of a transfer is open; runs nothing."""
+        """Whether no work is queued and every gate of a transfer is open. Runs nothing."""
 
     def leaks(self) -> list[str]:
-        """What has been taken and not given back, one text each."""
+        """What was created and not freed, one text each."""
 
     def check_invariants(self) -> None: ...
     def close(self) -> None: ...
