@@ -19,6 +19,7 @@ from mypy_extensions import mypyc_attr
 from kv_cache_manager_v2 import arguments
 from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.config import SsmLayerConfig
+from kv_cache_manager_v2.disagg.plain_values import items_in, mapping_of, number_of, numbers_of, text_of
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import LayerGroupId, LayerId
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -261,15 +262,15 @@ class KVCachePageTable:
             if fields["format"] != FORMAT:
                 raise ConfigError(f"page table of format {arguments.shown(fields['format'])}: this version reads format {FORMAT}")
             groups = [
-                PhysicalPoolGroup(tuple([PhysicalPool(*_numbers(pool, 3)) for pool in _items(group)]))
-                for group in _items(fields["pool_groups"])
+                PhysicalPoolGroup(tuple([PhysicalPool(*numbers_of(pool, 3)) for pool in items_in(group)]))
+                for group in items_in(fields["pool_groups"])
             ]
             return KVCachePageTable(
-                _number(fields["tokens_per_block"]),
-                tuple([_group_from_dict(group) for group in _items(fields["layer_groups"])]),
+                number_of(fields["tokens_per_block"]),
+                tuple([_group_from_dict(group) for group in items_in(fields["layer_groups"])]),
                 tuple(groups),
-                _number(fields["tensor_rank"]),
-                _number(fields["tensor_size"]),
+                number_of(fields["tensor_rank"]),
+                number_of(fields["tensor_size"]),
             )
         except KeyError as error:
             raise ConfigError(f"malformed page table: it has no field {error}") from error
@@ -297,56 +298,25 @@ def _group_to_dict(group: LayerGroup) -> dict[str, object]:
 
 
 def _group_from_dict(data: object) -> LayerGroup:
-    fields = _mapping(data)
+    fields = mapping_of(data)
     window = fields["sliding_window_size"]
     views: list[PoolView] = []
-    for item in _items(fields["pool_views"]):
-        view = _mapping(item)
+    for item in items_in(fields["pool_views"]):
+        view = mapping_of(item)
         entries: list[BufferEntry] = []
-        for entry in _items(view["entries"]):
-            layer, role, offset, size, repetitions = _items(entry)
-            entries.append(BufferEntry(_number(layer), _text(role), _number(offset), _number(size), _number(repetitions)))
-        roles = frozenset([_text(role) for role in _items(view["pool_role"])])
-        views.append(PoolView(_number(view["pool_idx"]), tuple(entries), roles, _text(view["mapper_kind"])))
+        for entry in items_in(view["entries"]):
+            layer, role, offset, size, repetitions = items_in(entry)
+            entries.append(BufferEntry(number_of(layer), text_of(role), number_of(offset), number_of(size), number_of(repetitions)))
+        roles = frozenset([text_of(role) for role in items_in(view["pool_role"])])
+        views.append(PoolView(number_of(view["pool_idx"]), tuple(entries), roles, text_of(view["mapper_kind"])))
     return LayerGroup(
-        _number(fields["pool_group_idx"]),
+        number_of(fields["pool_group_idx"]),
         fields["recurrent"] is True,
-        None if window is None else _number(window),
-        _text(fields["head_order"]),
-        tuple([LocalLayer(*_numbers(layer, 3)) for layer in _items(fields["local_layers"])]),
+        None if window is None else number_of(window),
+        text_of(fields["head_order"]),
+        tuple([LocalLayer(*numbers_of(layer, 3)) for layer in items_in(fields["local_layers"])]),
         tuple(views),
     )
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is not a dictionary")
-    return value
-
-
-def _items(value: object) -> list[object]:
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{value!r} is not a list")
-    return list(value)
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is not an integer")
-    return value
-
-
-def _numbers(value: object, count: int) -> list[int]:
-    items = _items(value)
-    if len(items) != count:
-        raise TypeError(f"{value!r} has {len(items)} items, not {count}")
-    return [_number(item) for item in items]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
 
 
 # --- building

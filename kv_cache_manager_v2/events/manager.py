@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, SupportsFloat, SupportsIndex, TypeAlias
 
@@ -40,6 +39,7 @@ from kv_cache_manager_v2.events.blocks import (
 )
 from kv_cache_manager_v2.events.hashes import make_block_hashes
 from kv_cache_manager_v2.events.pending import PendingEvents, StoredRun
+from kv_cache_manager_v2.events.ready import ReadyEvents
 from kv_cache_manager_v2.events.records import (
     NO_GROUP,
     BlockHash,
@@ -67,7 +67,6 @@ MAX_UUIDS: Final = 1 << 16  # multimodal items whose uuid is kept
 
 _log: Final = logging.getLogger(__name__)
 _DEFAULT_HASH: Final = "v2_blake3"
-_LONGEST_WAIT_S: Final = 3600.0  # a condition variable needs a finite timeout; readers wait again after it
 _SNAPSHOT_ID: Final = -1
 
 
@@ -114,10 +113,7 @@ class KVCacheEventManager(CacheListener):
         self._pending = PendingEvents(window, windows, self._rank)
         self._pending.algorithm = self._hashes.algorithm
         self._announced = AnnouncedBlocks(self._hashes)
-        # guarded by `_readers`
-        self._readers: Final = threading.Condition()
-        self._ready: list[KVCacheEvent] = []
-        self._num_dropped = 0
+        self._ready = ReadyEvents()
 
     def __del__(self) -> None:
         """Unlink unprocessed blocks: deallocating a long chain through its last block would overflow the C stack."""
@@ -140,7 +136,7 @@ class KVCacheEventManager(CacheListener):
     @property
     def num_dropped_events(self) -> int:
         """Events dropped so far because more than `max_kv_event_entries` waited for a reader."""
-        return self._num_dropped
+        return self._ready.num_dropped
 
     @property
     def window_size_by_layer_group(self) -> dict[int, int]:
@@ -305,9 +301,9 @@ class KVCacheEventManager(CacheListener):
         gather = self._gather
         if gather is None:
             if events:
-                self._publish(events, self._max)
+                self._ready.publish(events, self._max)
             return
-        self._drop_oldest(events, self._max)
+        self._ready.drop_oldest(events, self._max)
         try:
             gathered = [list(of_rank) for of_rank in gather(list(events))]
         except BaseException:
@@ -318,9 +314,9 @@ class KVCacheEventManager(CacheListener):
             return
         published: list[KVCacheEvent] = []
         for of_rank in gathered:
-            self._drop_oldest(of_rank, self._max)
+            self._ready.drop_oldest(of_rank, self._max)
             published.extend(of_rank)
-        self._publish(published, self._max * max(1, len(gathered)))
+        self._ready.publish(published, self._max * max(1, len(gathered)))
 
     def get_latest_events(self, timeout_ms: SupportsFloat | None = None) -> list[KVCacheEvent]:
         """Return all events that are ready, oldest first; wait for one if there is none. [] after `timeout_ms` without one.
@@ -331,16 +327,7 @@ class KVCacheEventManager(CacheListener):
         left = math.inf if timeout_ms is None else arguments.real(timeout_ms, "timeout_ms") / 1000.0
         if math.isnan(left):
             raise ConfigError("timeout_ms is nan; it must be a number of milliseconds, or None to wait without limit")
-        with self._readers:
-            if not self._enabled:
-                return []
-            end = time.monotonic() + left
-            while not self._ready and left > 0.0:
-                self._readers.wait(min(left, _LONGEST_WAIT_S))
-                left = end - time.monotonic()
-            events = self._ready
-            self._ready = []
-            return events
+        return self._ready.take(left) if self._enabled else []
 
     def snapshot_events(self) -> EventSnapshot:
         """All announced blocks as stored events with id -1, and the id of the first event that is not included.
@@ -406,7 +393,7 @@ class KVCacheEventManager(CacheListener):
                 event_block.parent = None  # this was the block's last change
         if len(self._pending.events) > 2 * self._max:
             self._pending.drop_runs()
-            self._drop_oldest(self._pending.events, self._max)
+            self._ready.drop_oldest(self._pending.events, self._max)
 
     def _announce(self, event_block: EventBlock, group: int, level: int, priority: int) -> None:
         if event_block.state(group):
@@ -494,18 +481,3 @@ class KVCacheEventManager(CacheListener):
             mm_keys = mm_keys_of(event_block, self._mm_offset, self._uuids)
         name = self._hashes.hash_of(event_block)
         return KVCacheStoredBlockData(name, event_block.tokens, level_in(state), priority_in(state), mm_keys)
-
-    # --- ready events
-
-    def _publish(self, events: list[KVCacheEvent], capacity: int) -> None:
-        with self._readers:
-            self._ready.extend(events)
-            self._drop_oldest(self._ready, capacity)
-            if self._ready:
-                self._readers.notify_all()
-
-    def _drop_oldest(self, events: list[KVCacheEvent], capacity: int) -> None:
-        excess = len(events) - capacity
-        if excess > 0:
-            del events[:excess]
-            self._num_dropped += excess
