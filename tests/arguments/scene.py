@@ -24,7 +24,7 @@ from kv_cache_manager_v2 import (
     match_page_tables,
     page_table_of,
 )
-from tests.manager.helpers import KEY, Rig, hybrid, toks
+from tests.support.rig import KEY, Rig, hybrid, toks
 
 
 def setup() -> KVCacheManagerConfig:

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
-from tests.manager.helpers import Rig, small, toks
+from tests.support.rig import Rig, small, toks
 
 PACKAGE = "kv_cache_manager_v2"
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -172,20 +172,20 @@ def test_tier_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", [0, -64, 48, 256])
 def test_bad_override(override: int) -> None:
-    """Case 9: an override that is not positive or does not divide the block is refused, never a crash."""
+    """An override that is not positive or does not divide the block is refused, never a crash."""
     with pytest.raises(ConfigError, match=f"tokens_per_block_override.*{override}"):
         model(attention(0, 64, override=override), tokens_per_block=128)
 
 
 def test_good_override() -> None:
-    """Case 9: 64 divides 128; it repeats twice in a block."""
+    """64 divides 128; it repeats twice in a block."""
     config = model(attention(0, 64, override=64), tokens_per_block=128)
     assert config.layers[0].buffers[0].expansion(128) == 2
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.1, math.nan])
 def test_bad_max_util(value: float) -> None:
-    """Case 10: a threshold outside (0, 1] is refused with the field's name; it is also a ValueError and an AssertionError."""
+    """A threshold outside (0, 1] is refused with the field's name; it is also a ValueError and an AssertionError."""
     with pytest.raises(ConfigError, match="max_util_for_resume must be in"):
         model(attention(0, 64), max_util=value)
     with pytest.raises(ValueError, match="max_util_for_resume must be in"):
@@ -195,13 +195,13 @@ def test_bad_max_util(value: float) -> None:
 
 
 def test_max_util_of_one() -> None:
-    """Case 10: 1.0 is valid, also when given as an int."""
+    """1.0 is valid, also when given as an int."""
     assert model(attention(0, 64), max_util=1.0).max_util_for_resume == 1.0
     assert model(attention(0, 64), max_util=1).max_util_for_resume == 1.0
 
 
 def test_ssm_needs_min_snapshot() -> None:
-    """Case 41: an SSM layer without commit_min_snapshot is refused; with it, partial reuse may be on or off."""
+    """An SSM layer without commit_min_snapshot is refused; with it, partial reuse may be on or off."""
     tiers = [GpuCacheTierConfig(MIB)]
     layers = [attention(0, 64), ssm(1, 64)]
     with pytest.raises(ConfigError, match="commit_min_snapshot"):
@@ -222,13 +222,13 @@ def test_ssm_needs_min_snapshot() -> None:
     ],
 )
 def test_bad_ratio(ratio: list[float], message: str) -> None:
-    """Case 123: one positive weight for each layer group, summing to 1."""
+    """One positive weight for each layer group, summing to 1."""
     with pytest.raises(ConfigError, match=message):
         model(attention(0, 64, window=128), attention(1, 128), ratio=ratio)
 
 
 def test_ratio_counts_layer_groups_not_pools_or_layers() -> None:
-    """Case 124: two layer groups of equal slot size share a pool, and still have a weight each."""
+    """Two layer groups of equal slot size share a pool, and still have a weight each."""
     config = model(attention(0, 64, window=128), attention(1, 64), attention(2, 64), ratio=[0.25, 0.75])
     assert config.initial_pool_ratio == [0.25, 0.75]
 
@@ -253,7 +253,7 @@ def test_ratio_counts_layer_groups_not_pools_or_layers() -> None:
     ],
 )
 def test_bad_settings(field: str, value: object) -> None:
-    """Case 128, and the remaining fields: values out of range are refused with the field's name."""
+    """Values out of range are refused with the field's name."""
     with pytest.raises(ConfigError, match=field):
         dataclasses.replace(model(attention(0, 64)), **{field: value})  # type: ignore[arg-type]
 

@@ -124,7 +124,7 @@ def test_a_pool_cannot_outgrow_its_address_space() -> None:
     [(0, []), (4096, [4096]), (5 * RANGE, [RANGE] * 5), (2 * RANGE + 4096, [RANGE, RANGE, 4096])],
 )
 def test_host_memory_is_registered_in_exact_ranges(nbytes: int, ranges: list[int]) -> None:
-    """Case 85: ranges tile the memory from its base without gap or overlap, the last one partial; closing undoes the same ones."""
+    """Ranges tile the memory from its base without gap or overlap, the last one partial; closing undoes the same ones."""
     driver = EmulatedDriver()
     arena = HostArena(driver, 4096, RANGE)
     arena.resize(nbytes // 4096)
@@ -159,7 +159,7 @@ def test_no_slot_straddles_two_registered_ranges_where_that_is_possible(slot_byt
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("before", [0, 1, 6, 8])
 def test_refused_registration_gives_everything_back(before: int, nth: int) -> None:
-    """Case 86: the error names size, limit and remedy; the arena keeps its old slots and bytes; a later attempt works."""
+    """The error names size, limit and remedy; the arena keeps its old slots and bytes; a later attempt works."""
     driver = EmulatedDriver()
     arena = HostArena(driver, PAGE_BYTES, RANGE)
     arena.resize(before)
@@ -300,7 +300,7 @@ def test_prefaulting_leaves_zeros_and_makes_pages_present(threads: int) -> None:
 
 @pytest.mark.parametrize("slot_bytes", [4096, 4097, (1 << 20) + 512, 1])
 def test_disk_slots_of_any_size(slot_bytes: int, tmp_path: Path) -> None:
-    """Case 88: odd sizes work; space is there from the start; shrinking gives it back; no name is ever seen in the directory."""
+    """Odd sizes work; space is there from the start; shrinking gives it back; no name is ever seen in the directory."""
     descriptors = open_descriptors()
     arena = DiskArena(slot_bytes, str(tmp_path))
     assert os.listdir(tmp_path) == []

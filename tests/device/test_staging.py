@@ -85,7 +85,7 @@ class Copier:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [1, 8, 9, 16])
 def test_batches_of_any_size_pass_through(schedule: str, count: int) -> None:
-    """Case 81: batches of one ring, a ring and a page, two rings: all bytes right, and no batch waits for itself."""
+    """Batches of one ring, a ring and a page, two rings: all bytes right, and no batch waits for itself."""
     for seed in range(5):
         with rig(schedule, seed) as r:
             copier = Copier(r)

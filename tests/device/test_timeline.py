@@ -21,7 +21,7 @@ def closed_rig_timeline(r: Rig, timeline: Timeline) -> None:
 
 
 def test_the_null_point_is_over_everywhere() -> None:
-    """Case 144: asking, waiting, merging and synchronizing with no point at all are no-ops."""
+    """Asking, waiting, merging and synchronizing with no point at all are no-ops."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         gate = r.driver.gate(r.streams[0])
@@ -345,7 +345,7 @@ def test_points_cover_what_a_naive_model_says(schedule: str, seed: int, steps: l
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_hand_over_waits_for_the_last_user(schedule: str) -> None:
-    """Case 83: the next owner's stream, told to wait for the previous owner's point, is not over before the gate opens."""
+    """The next owner's stream, told to wait for the previous owner's point, is not over before the gate opens."""
     driver = EmulatedDriver(schedule)
     timeline = Timeline(driver)
     producer, consumer = driver.create_stream(), driver.create_stream()

@@ -117,7 +117,7 @@ def test_a_wait_takes_the_record_of_its_own_time(schedule: str) -> None:
 
 @every_schedule
 def test_the_source_of_a_copy_is_read_when_it_runs(schedule: str) -> None:
-    """Case 80: the bytes are those at run time, but the lists of addresses are the caller's to overwrite at once."""
+    """The bytes are those at run time, but the lists of addresses are the caller's to overwrite at once."""
     with rig(schedule) as r:
         r.fill(r.host.address(0), 1)
         r.fill(r.host.address(1), 2)
@@ -136,7 +136,7 @@ def test_the_source_of_a_copy_is_read_when_it_runs(schedule: str) -> None:
 
 @every_schedule
 def test_one_byte_and_empty_copies(schedule: str) -> None:
-    """Case 84: a copy of one byte works in each direction; no tasks, or no bytes, are a no-op; a negative size is an error."""
+    """A copy of one byte works in each direction; no tasks, or no bytes, are a no-op; a negative size is an error."""
     with rig(schedule) as r:
         device, host = r.device.address(3) + 1, r.host.address(3) + 3
         for destination, source in ((device, host), (host, device), (device, device + 8), (host, host + 8)):

@@ -28,7 +28,7 @@ def make(size: int, *kinds: tuple[str, int, int], offset: int | None = None) -> 
 
 class TestCoverage:
     def test_only_whole_pages_are_announced(self) -> None:
-        """A page of group 0 covers both tokens, one of group 1 only the first: group 0 alone; group 1 later (case 106)."""
+        """A page of group 0 covers both tokens, one of group 1 only the first: group 0 alone; group 1 later."""
         manager, cache = make(2, FULL, window(8))
         block = block_at(cache, None, [1, 2])
         cache.give(block, 0, 2)
@@ -54,7 +54,7 @@ class TestCoverage:
         assert brief(events_of(manager)) == [("removed", 0, chain([1, 2], 2))]
 
     def test_a_partial_block_is_announced_as_it_is(self) -> None:
-        """Six tokens in a block of eight: announced with six tokens (case 106); the longer block that takes its place follows."""
+        """Six tokens in a block of eight: announced with six tokens; the longer block that takes its place follows."""
         manager, cache = make(8, FULL)
         cache.store(toks(0, 6))
         events = events_of(manager)
@@ -98,7 +98,7 @@ class TestCoverage:
 
 class TestGroups:
     def test_two_blocks_of_two_groups_give_two_events(self) -> None:
-        """One event a group, with both blocks, no parent (case 102)."""
+        """One event a group, with both blocks, no parent."""
         manager, cache = make(2, FULL, window(8))
         cache.store(toks(0, 4))
         events = events_of(manager)
@@ -107,7 +107,7 @@ class TestGroups:
         assert [stored(event).parent_hash for event in events] == [None, None]
 
     def test_groups_are_removed_one_by_one(self) -> None:
-        """Group 0, then group 1; a repetition is silent (case 99)."""
+        """Group 0, then group 1; a repetition is silent."""
         manager, cache = make(2, window(8), window(8))
         block = block_at(cache, None, [1, 2])
         cache.tree.pin(block)
@@ -123,7 +123,7 @@ class TestGroups:
         assert brief(events_of(manager)) == [("removed", 1, [name])]
 
     def test_the_whole_block_goes_for_the_groups_left(self) -> None:
-        """After group 0 went, the removal of the block names group 1 only; being told twice is silent (case 99)."""
+        """After group 0 went, the removal of the block names group 1 only; being told twice is silent."""
         manager, cache = make(2, window(8), window(8))
         [block] = cache.store([1, 2])
         names = chain([1, 2], 2)
@@ -181,7 +181,7 @@ class TestGroups:
         assert gone[1][0] == names[2]
 
     def test_the_childs_parent_hash_is_the_real_one(self) -> None:
-        """Also where the parent was never announced, or is gone by the time of the flush (case 102)."""
+        """Also where the parent was never announced, or is gone by the time of the flush."""
         manager, cache = make(2, window(2))
         path = cache.store(toks(0, 4), without=[0])
         cache.give(path[1], 0, 2)
@@ -226,7 +226,7 @@ class TestMoves:
         assert events_of(manager) == []
 
     def test_removed_precedes_updated(self) -> None:
-        """Remove X, then move Y: said in that order (case 102)."""
+        """Remove X, then move Y: said in that order."""
         manager, cache = make(2, FULL)
         [x] = cache.store([1, 2])
         [y] = cache.store([3, 4])
@@ -272,7 +272,7 @@ class TestMultimodal:
     PROMPT = (A, 1001, 1002, 7, 8, 1003, 1004, 9, 1004, 1005, 1006, B)
 
     def test_keys_cross_blocks(self) -> None:
-        """Offset 1000: the digest is position 0; a run is named by its first position, in every block anew (case 109)."""
+        """Offset 1000: the digest is position 0; a run is named by its first position, in every block anew."""
         manager, cache = make(3, FULL, offset=1000)
         cache.store(list(self.PROMPT))
         assert mm_keys(manager) == [[(A, 0)], [(A, 3)], [(A, 4), (A, 4)], [(A, 5), (B, 0)]]

@@ -14,8 +14,8 @@ from kv_cache_manager_v2.events.records import KVCacheEventDiff, serialize_event
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.events.helpers import brief, events_of, stored
-from tests.manager.helpers import Rig, small
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, Cache, Token, digest, toks
+from tests.support.rig import Rig, small
 
 # [1, 2, 3, 4] and then [5, 6], in blocks of 4
 V1_PINNED = [
@@ -40,7 +40,7 @@ def told(algorithm: str, tokens: list[Token], scope: ReuseScope = EMPTY_SCOPE, s
 
 @pytest.mark.parametrize(("scope", "first", "second"), V1_PINNED)
 def test_v1_values_are_pinned(scope: ReuseScope, first: int, second: int) -> None:
-    """The helper and the stream give the values of the older hasher; salt and LoRA enter through the scope (case 108)."""
+    """The helper and the stream give the values of the older hasher; salt and LoRA enter through the scope."""
     assert v1_block_hash([1, 2, 3, 4], None, scope.lora_id, scope.salt) == first
     assert v1_block_hash([5, 6], first, scope.lora_id, scope.salt) == second
     assert told("v1_block_key", toks(1, 7), scope) == [first, second]
@@ -142,7 +142,7 @@ def test_scopes_never_share_hashes(algorithm: str) -> None:
 
 
 def test_short_hash_is_unsigned_and_big_endian() -> None:
-    """The first 8 bytes: 80 00 ... is 2**63, ff ... is 2**64 - 1 (case 108)."""
+    """The first 8 bytes: 80 00 ... is 2**63, ff ... is 2**64 - 1."""
     assert short_hash(b"\x80" + bytes(31)) == 1 << 63
     assert short_hash(b"\xff" * 32) == (1 << 64) - 1
     assert short_hash(bytes(7) + b"\x01" + b"\xff" * 24) == 1

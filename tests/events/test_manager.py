@@ -22,8 +22,8 @@ from kv_cache_manager_v2.events.manager import MAX_UUIDS
 from kv_cache_manager_v2.events.records import BlockHash
 from tests.events.helpers import brief, events_of, mirror_contents, stored, stored_tokens, tree_contents
 from tests.events.test_blocks import A, chain
-from tests.manager.helpers import GPU, MIB, Rig, attention, model, small, toks
 from tests.reuse.helpers import FULL, Cache, Token, digest
+from tests.support.rig import GPU, MIB, Rig, attention, model, small, toks
 
 
 def names_in(events: list[KVCacheEvent], kind: str, group: int | None) -> list[BlockHash]:
@@ -31,7 +31,7 @@ def names_in(events: list[KVCacheEvent], kind: str, group: int | None) -> list[B
 
 
 def test_a_committed_run_is_one_event() -> None:
-    """Eight tokens in blocks of four: one event, the key chain; later the same hashes are updated (case 101)."""
+    """Eight tokens in blocks of four: one event, the key chain; later the same hashes are updated."""
     events = KVCacheEventManager(100)
     with Rig(small(8, host_slots=8), events=events) as rig:
         request = rig.start()
@@ -64,7 +64,7 @@ def test_decode_steps_continue_the_chain() -> None:
 
 
 def test_reuse_is_no_new_store() -> None:
-    """A prompt that reuses two blocks announces the third alone, its parent the second (case 105)."""
+    """A prompt that reuses two blocks announces the third alone, its parent the second."""
     events = KVCacheEventManager(100)
     with Rig(small(8), events=events) as rig:
         rig.seed(toks(0, 8))
@@ -189,7 +189,7 @@ def test_shrinking_the_gpu_removes_each_dropped_page_once() -> None:
 
 
 def test_shrinking_the_gpu_beside_a_host_tier_updates() -> None:
-    """32 to 12 MiB with 32 MiB of host memory: both groups move from 0 to 1, hashes known, nothing removed (case 101)."""
+    """32 to 12 MiB with 32 MiB of host memory: both groups move from 0 to 1, hashes known, nothing removed."""
     with two_groups(32 * MIB, 32 * MIB) as rig:
         rig.seed(toks(0, 64))
         events = listener_of(rig)

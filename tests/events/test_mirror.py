@@ -28,8 +28,8 @@ from kv_cache_manager_v2.events.records import (
     KVCacheUpdatedData,
 )
 from tests.events.helpers import events_of, mirror_contents, tree_contents, unique
-from tests.manager.helpers import GRAIN, Kind, Rig, small
 from tests.reuse.helpers import FULL, Cache, Token, toks
+from tests.support.rig import GRAIN, Kind, Rig, small
 
 
 class TestMirror:

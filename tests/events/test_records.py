@@ -49,7 +49,7 @@ VALUES: list[object] = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_values_survive_pickling_equal(value: object, protocol: int) -> None:
-    """Every type crosses processes and compares by value (case 152)."""
+    """Every type crosses processes and compares by value."""
     again = pickle.loads(pickle.dumps(value, protocol))
     assert again == value
     assert type(again) is type(value)

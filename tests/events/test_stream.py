@@ -40,7 +40,7 @@ class TestQueue:
         assert manager.get_latest_events(0) == []
 
     def test_stored_events_merge_along_a_chain(self) -> None:
-        """A child of the last block stored joins its event; anything else begins a new one (case 102)."""
+        """A child of the last block stored joins its event; anything else begins a new one."""
         manager = KVCacheEventManager(10)
         manager.add_stored_event(None, [record(1)])
         manager.add_stored_event(1, [record(2), record(3)])
@@ -69,7 +69,7 @@ class TestQueue:
         assert [kind for kind, *_rest in brief(events_of(manager))] == ["stored", "updated", "updated", "stored"]
 
     def test_removals_wait_and_come_first(self) -> None:
-        """Pending removals merge per group, and are told before whatever is not a removal (case 102)."""
+        """Pending removals merge per group, and are told before whatever is not a removal."""
         manager = KVCacheEventManager(10)
         manager.add_stored_event(None, [record(1)], 0)
         for name, group in [(7, 1), (8, 0), (9, 1)]:
@@ -130,7 +130,7 @@ def brief_kinds(events: list[KVCacheEvent]) -> list[tuple[str, int | None]]:
 
 class TestCapacity:
     def test_the_oldest_are_dropped(self) -> None:
-        """Merged first, then trimmed; ids keep counting, so a reader sees the gap, and the counter says how many (case 103)."""
+        """Merged first, then trimmed; ids keep counting, so a reader sees the gap, and the counter says how many."""
         manager = KVCacheEventManager(2)
         manager.add_created_event([1])
         manager.add_stored_event(None, [record(1)])
@@ -154,7 +154,7 @@ class TestCapacity:
 
     @pytest.mark.parametrize("most", [0, -1])
     def test_zero_turns_events_off(self, most: int) -> None:
-        """Nothing is kept or queued, and nothing waits for what cannot come (case 103)."""
+        """Nothing is kept or queued, and nothing waits for what cannot come."""
         manager = KVCacheEventManager(most)
         cache = Cache(2, FULL, listener=manager)
         [block] = cache.store([1, 2])
@@ -194,7 +194,7 @@ class TestCapacity:
 
 class TestWindows:
     def test_each_group_has_its_window(self) -> None:
-        """Groups 0 and 1 report 128 and 4096, others and None the default (case 107)."""
+        """Groups 0 and 1 report 128 and 4096, others and None the default."""
         manager = KVCacheEventManager(10, window_size=77, window_size_by_layer_group={0: 128, 1: 4096})
         manager.add_created_event([2, 3], [0, 1])
         manager.add_created_event([2, 3], [2])
@@ -221,7 +221,7 @@ class TestWindows:
 
 class TestReaders:
     def test_a_waiting_reader_wakes_with_the_flush(self) -> None:
-        """A read without timeout waits for the first event; the producer is not held up meanwhile (case 104)."""
+        """A read without timeout waits for the first event; the producer is not held up meanwhile."""
         manager = KVCacheEventManager(10)
         results: Queue[list[KVCacheEvent]] = Queue()
         reader = threading.Thread(target=lambda: results.put(manager.get_latest_events()), daemon=True)

@@ -18,7 +18,7 @@ from kv_cache_manager_v2 import (
     introspection,
 )
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
-from tests.manager.helpers import DISK, GPU, HOST, KIB, MIB, Rig, attention, model, small, ssm, toks
+from tests.support.rig import DISK, GPU, HOST, KIB, MIB, Rig, attention, model, small, ssm, toks
 
 FULL_AND_WINDOW = ("full", (8, 0))
 

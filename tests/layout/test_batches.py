@@ -12,7 +12,7 @@ from tests.layout.helpers import attention, batch, model, ssm
 
 
 def test_zero_token_request_needs_its_state() -> None:
-    """Case 43: {(64, 63), (0, 0)} needs 2 state slots and 2 attention slots; an empty batch needs nothing."""
+    """{(64, 63), (0, 0)} needs 2 state slots and 2 attention slots; an empty batch needs nothing."""
     layout = build_layout(model(ssm(0, 128), attention(1, 64)))
     assert batch_slots(layout, BatchDesc([KVCacheDesc(64, 63), KVCacheDesc(0, 0)])) == [2, 2]
     assert batch_slots(layout, BatchDesc([])) == [0, 0]

@@ -50,7 +50,7 @@ def test_ssm_stale() -> None:
 
 
 def test_window_smaller_than_a_block() -> None:
-    """Case 12, T = 32, W = 8: at 38 blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is live."""
+    """T = 32, W = 8: at 38 blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is live."""
     cycle = window(32, 8)
     assert 0 not in cycle.get_stale_range(32)
     assert not cycle.get_stale_range(38)
@@ -64,7 +64,7 @@ def test_window_of_one_at_a_block_boundary() -> None:
 
 
 def test_sinks_are_never_stale() -> None:
-    """Case 29, T = 4, W = 8, 5 sink tokens (2 blocks): at 32 blocks 0, 1, 6, 7 are live."""
+    """T = 4, W = 8, 5 sink tokens (2 blocks): at 32 blocks 0, 1, 6, 7 are live."""
     live = set(range(8)) - members(window(4, 8, 2).stale(32))
     assert live == {0, 1, 6, 7}
 
@@ -85,7 +85,7 @@ def test_sinks_are_never_stale() -> None:
     ],
 )
 def test_scratch_examples(size: int | None, history: int, capacity: int, rewind: int, expected: set[int]) -> None:
-    """Storage 2 and case 22, T = 32."""
+    """Blocks that the next step computes and then leaves are scratch; T = 32."""
     assert members(window(32, size).scratch(history, capacity, rewind)) == expected
 
 

@@ -43,7 +43,7 @@ def test_shared_and_per_layer() -> None:
 
 
 def test_expansion() -> None:
-    """Case 129: a layer with half-size blocks has two indices a block, BAD twice."""
+    """A layer with half-size blocks has two indices a block, BAD twice."""
     layout = build_layout(model(attention(0, 2048), attention(1, 1024, override=64), tokens_per_block=128))
     convert = PageIndexConverter(layout.place(LayerId(1), KEY))
     assert list(convert([3, -1])) == [12, 13, -1, -1]
@@ -72,7 +72,7 @@ def test_inputs(kind: str) -> None:
 
 
 def test_int32_overflow_is_refused() -> None:
-    """Case 17: scale 262144 at base 8191 fits, from 8192 on it does not: an error, never a wrapped index."""
+    """Scale 262144 at base 8191 fits, from 8192 on it does not: an error, never a wrapped index."""
     place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))
     place.scale = 262144
     convert = PageIndexConverter(place)
@@ -85,7 +85,7 @@ def test_int32_overflow_is_refused() -> None:
 
 
 def test_byte_offsets_do_not_wrap() -> None:
-    """Case 17: page stride 1,039,680 at index 2066 is a byte offset above 2**31."""
+    """Page stride 1,039,680 at index 2066 is a byte offset above 2**31."""
     layout = build_layout(model(attention(0, 1039680)))
     place = layout.place(LayerId(0), KEY)
     (index,) = PageIndexConverter(place)([2066])
@@ -93,7 +93,7 @@ def test_byte_offsets_do_not_wrap() -> None:
 
 
 def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
-    """Case 17: quota and tiny buffers that give more page indices than int32 has are a ConfigError, with the limit."""
+    """Quota and tiny buffers that give more page indices than int32 has are a ConfigError, with the limit."""
     layers = [attention(layer, 1, 1) for layer in range(8)]
     config = model(*layers, gpu=GIB)
     layout = build_layout(config)
@@ -236,8 +236,8 @@ def test_scratch_desc_is_true_iff_it_has_blocks() -> None:
     assert hash(ScratchDesc(HalfOpenRange(3, 4), [1])) == hash(ScratchDesc(HalfOpenRange(3, 4), [1]))
 
 
-def test_case_22_scratch_shares_slots() -> None:
-    """Case 22 (c): 32 layers of W = 128, 1024 tokens: 28 scratch blocks share one slot, each layer's indices distinct."""
+def test_scratch_shares_slots() -> None:
+    """32 layers of W = 128, 1024 tokens: 28 scratch blocks share one slot, each layer's indices distinct."""
     config = model(*[attention(layer, 64, window=128) for layer in range(32)], scratch_rewind=0)
     layout = build_layout(config)
     beg, end = layout.life_cycles[0].scratch(0, 1024, 0)

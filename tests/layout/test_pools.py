@@ -106,7 +106,7 @@ def test_ssm_layers_form_one_life_cycle() -> None:
 
 
 def test_override_expands() -> None:
-    """Case 129: half-size blocks repeat twice; a buffer of half the size with them lies with the others."""
+    """Half-size blocks repeat twice; a buffer of half the size with them lies with the others."""
     layout = build_layout(model(attention(0, 2048), attention(1, 1024, override=64), tokens_per_block=128))
     assert layout.slot_sizes == [[4096]]
     plain, halves = layout.place(LayerId(0), KEY), layout.place(LayerId(1), KEY)

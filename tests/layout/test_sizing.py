@@ -247,7 +247,7 @@ def test_weights_precedence() -> None:
 
 
 def test_ratio_is_per_layer_group() -> None:
-    """Case 124: the weights of layer groups that share a pool add up; the pool's share is 1."""
+    """The weights of layer groups that share a pool add up; the pool's share is 1."""
     config = model(attention(0, 64, window=128), attention(1, 64), ratio=[0.25, 0.75])
     layout, gpu = sized(config)
     assert gpu.weights == [1.0]
@@ -273,14 +273,14 @@ def test_weights_from_length(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_rounding() -> None:
-    """Case 127: 5 grains, slots of 2 MiB - 1 byte and 2 MiB, constraint (32, 0): 2 and 3 slots."""
+    """5 grains, slots of 2 MiB - 1 byte and 2 MiB, constraint (32, 0): 2 and 3 slots."""
     layout, gpu = sized(model(attention(0, GRAIN - 1, window=32), attention(1, GRAIN), gpu=5 * GRAIN, constraints=[batch(1, 32)]))
     assert gpu.slots == [2, 3]
     assert gpu.used_quota(layout) == gpu.quota == 5 * GRAIN
 
 
 def test_many_layers_of_many_kinds_end() -> None:
-    """Case 125: twelve layers of six kinds, an odd quota, two constraints: sized, floors kept, quota used."""
+    """Twelve layers of six kinds, an odd quota, two constraints: sized, floors kept, quota used."""
     kinds: list[tuple[int, int | None, int]] = [
         (64 * KIB, 128, 2),
         (16 * KIB, None, 1),
@@ -310,7 +310,7 @@ def test_many_layers_of_many_kinds_end() -> None:
 
 
 def test_constraint_beats_ratio() -> None:
-    """Case 122: the constraint's floor wins over ratio [0.8, 0.2]."""
+    """The constraint's floor wins over ratio [0.8, 0.2]."""
     config = model(
         attention(0, 768 * KIB, window=128, sink=32),
         attention(1, 1280 * KIB),
@@ -368,7 +368,7 @@ class TestInitialRatio:
         assert after[0] < before[0]
 
     def test_constraint_fits_under_the_gate(self) -> None:
-        """Case 61: 32 requests of one token at 0.95 get 34 slots, so that the last one resumes at 31 / 34."""
+        """32 requests of one token at 0.95 get 34 slots, so that the last one resumes at 31 / 34."""
         config = model(*self.LAYERS, gpu=32 * 2 * MIB, constraints=[batch(32, 1)], max_util=0.95)
         _layout, gpu = sized(config)
         assert all(count >= 34 for count in gpu.slots)
@@ -388,7 +388,7 @@ class TestInitialRatio:
 
 
 def test_quota_is_rounded_up() -> None:
-    """Case 87: 5,619,712 bytes become 3 grains; nothing is raised, nothing is warned of."""
+    """5,619,712 bytes become 3 grains; nothing is raised, nothing is warned of."""
     layers = [attention(layer, 8192, 8192) for layer in range(8)]
     layout, gpu = sized(model(*layers, gpu=5_619_712))
     assert (gpu.asked, gpu.quota) == (5_619_712, 3 * GRAIN)
@@ -396,7 +396,7 @@ def test_quota_is_rounded_up() -> None:
 
 
 def test_tiny_lower_tiers_are_raised(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Case 87: a byte of host and a byte of disk become room for one slot, with one warning that names all figures."""
+    """A byte of host and a byte of disk become room for one slot, with one warning that names all figures."""
     layers = [attention(layer, 8192, 8192) for layer in range(8)]
     colder = [HostCacheTierConfig(1), DiskCacheTierConfig(1, str(tmp_path))]
     config = model(*layers, gpu=5_619_712, colder=colder)

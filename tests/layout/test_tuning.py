@@ -103,7 +103,7 @@ def test_no_sample_no_adjustment() -> None:
 
 
 def test_minimum_of_samples() -> None:
-    """Case 128: as many samples as the minimum already allow an adjustment, one less does not."""
+    """As many samples as the minimum already allow an adjustment, one less does not."""
     tuner = make_tuner(two_groups(rebalance_min_sampled_kv_caches=3))
     for expected in (False, False, True):
         tuner.sample_closed(64.0, 0.0)

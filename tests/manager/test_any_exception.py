@@ -22,8 +22,8 @@ from kv_cache_manager_v2 import (
     resize_batch,
 )
 from tests.hunt.devices import REFUSALS, RefusingDevice, refusing_device
-from tests.manager.engine import Token
-from tests.manager.helpers import GPU, GRAIN, HOST, Kind, hybrid, small, toks
+from tests.support.engine import Token
+from tests.support.rig import GPU, GRAIN, HOST, Kind, hybrid, small, toks
 
 MODELS: dict[str, list[Kind]] = {
     "window": ["full", (8, 0)],

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
-from tests.manager.helpers import Rig, small, toks
+from tests.support.rig import Rig, small, toks
 
 BLOCKS = 2000
 LONG = BLOCKS // 2

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
-from tests.manager.helpers import MIB, Rig, attention, model, toks
+from tests.support.rig import MIB, Rig, attention, model, toks
 
 EVICTED = 16
 

@@ -30,8 +30,8 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.request.call import Call
 from tests.hunt.devices import Strange
-from tests.manager.helpers import GPU, GRAIN, toks
 from tests.manager.test_any_exception import Scene, scene_of
+from tests.support.rig import GPU, GRAIN, toks
 
 
 def break_pins(scene: Scene) -> None:

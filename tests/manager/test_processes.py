@@ -14,8 +14,8 @@ import pytest
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager, LogicError, resize_batch
 from kv_cache_manager_v2.request.live_managers import DROPPED, LIVE
 from tests.hunt.devices import refusing_device
-from tests.manager.helpers import GPU, GRAIN, small, toks
 from tests.manager.test_any_exception import scene_of
+from tests.support.rig import GPU, GRAIN, small, toks
 
 
 @pytest.fixture(autouse=True)

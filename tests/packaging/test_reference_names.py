@@ -8,7 +8,7 @@ import pytest
 
 import kv_cache_manager_v2
 from tests.arguments.scene import Scene
-from tests.manager.helpers import toks
+from tests.support.rig import toks
 
 PATHS = {
     "": "CACHE_LEVEL1 AttnLifeCycle TokenIdExt TokenId CudaStream MemAddress Priority PoolIndex PoolGroupIndex SlidingWindowSize "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, LogicError, commit_batch, resize_batch
-from tests.manager.helpers import Rig, small, toks
+from tests.support.rig import Rig, small, toks
 
 
 def test_numpy_integers_are_lengths_and_ids() -> None:

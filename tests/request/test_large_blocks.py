@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.manager.helpers import Rig, small, toks
+from tests.support.rig import Rig, small, toks
 
 
 @pytest.mark.parametrize("position", [1, 30, 31, 32, 33, 62, 63, 64, 65, 100, 127, 128, 130, 200])

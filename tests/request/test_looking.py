@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import CacheLevel, ReuseScope, sequence_to_blockchain_keys
-from tests.manager.engine import Token
-from tests.manager.helpers import Rig, small, toks
+from tests.support.engine import Token
+from tests.support.rig import Rig, small, toks
 
 
 def look(rig: Rig, how: str, tokens: list[Token]) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import KVCache, PageDataLostError
-from tests.manager.engine import Token
-from tests.manager.helpers import Rig, small, toks
+from tests.support.engine import Token
+from tests.support.rig import Rig, small, toks
 
 
 def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, KVCache, PageDataLostError
-from tests.manager.helpers import GPU, Rig, small, toks
 from tests.request.test_provisional import seed
+from tests.support.rig import GPU, Rig, small, toks
 
 ENDS: dict[str, Callable[[Rig, KVCache], None]] = {
     "active": lambda rig, cache: cache.close(),

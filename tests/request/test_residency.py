@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache
-from tests.manager.helpers import GPU, HOST, Kind, Rig, small, toks
+from tests.support.rig import GPU, HOST, Kind, Rig, small, toks
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0))])

@@ -211,7 +211,7 @@ def test_errors_come_before_the_first_item() -> None:
 
 
 def test_scopes_are_distinct_also_at_zero() -> None:
-    """None is not 0, and the fields cannot be mistaken for one another (cases 131, 133)."""
+    """None is not 0, and the fields cannot be mistaken for one another."""
     scopes = [ReuseScope(lora, salt) for lora, salt in itertools.product([None, 0, 5, 7, 11, 123, 456], repeat=2)]
     assert len({scope.data for scope in scopes}) == len(scopes)
     keys = make_block_keys("blake3")
@@ -221,14 +221,14 @@ def test_scopes_are_distinct_also_at_zero() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_the_whole_unsigned_range_is_a_scope(value: int) -> None:
-    """Values above 2**63 are ordinary (case 132)."""
+    """Values above 2**63 are ordinary."""
     assert list(ReuseScope(value, value)) == [value, value]
     assert ReuseScope(salt=np.uint64(value)) == ReuseScope(salt=value)
 
 
 @pytest.mark.parametrize("value", [-1, -(1 << 63), 1 << 64, 1.0, "1", b"1"])
 def test_no_other_value_is_a_scope(value: Any) -> None:
-    """Out of range is refused, not truncated onto another tenant (case 132)."""
+    """Out of range is refused, not truncated onto another tenant."""
     with pytest.raises(ConfigError, match="salt"):
         ReuseScope(salt=value)  # what an untyped caller may pass
     with pytest.raises(ConfigError, match="lora_id"):
@@ -248,7 +248,7 @@ def test_scopes_are_values() -> None:
 
 
 def test_keys_do_not_depend_on_the_process() -> None:
-    """Two processes with different hash seeds name the same blocks alike (case 139)."""
+    """Two processes with different hash seeds name the same blocks alike."""
     code = (
         "from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys as keys;"
         "print([key.hex() for _part, key in keys(4, ReuseScope(7, 11), list(range(64)))])"

@@ -31,7 +31,7 @@ class TestFullAttention:
         assert cache.match(toks(0, 8)).blocks == cache.store(toks(0, 8))
 
     def test_partial_switch(self) -> None:
-        """With partial matching a block may be shared in part, without it only as a whole (case 52)."""
+        """With partial matching a block may be shared in part, without it only as a whole."""
         cache = Cache(4, FULL)
         path = cache.store(toks(0, 12))
         assert cache.probe(toks(0, 10), partial=False) == 8
@@ -39,7 +39,7 @@ class TestFullAttention:
         assert (found.num_tokens, found.blocks) == (10, path)
 
     def test_whole_prompt_cached(self) -> None:
-        """All of it, or all but the last token (case 14)."""
+        """All of it, or all but the last token."""
         cache = Cache(4, FULL)
         cache.store(toks(0, 8))
         for partial, expected in ((True, 7), (False, 4)):
@@ -50,7 +50,7 @@ class TestFullAttention:
         assert cache.tree.num_blocks == 3
 
     def test_prompt_shorter_than_a_block(self) -> None:
-        """Without partial matching it matches nothing, and matching makes no node (case 13)."""
+        """Without partial matching it matches nothing, and matching makes no node."""
         cache = Cache(64, FULL)
         cache.store(toks(0, 64))
         assert cache.probe(toks(0, 63), partial=False) == 0
@@ -84,7 +84,7 @@ class TestFullAttention:
 
 class TestBackoff:
     def test_back_off_counts_from_the_longest_common_path(self) -> None:
-        """It may end inside a block, and never goes below zero (case 2)."""
+        """It may end inside a block, and never goes below zero."""
         cache = Cache(8, FULL)
         cache.store(toks(0, 32))
         for partial in (True, False):
@@ -94,7 +94,7 @@ class TestBackoff:
         assert cache.match(toks(0, 32), backoff=3).divergence == 32
 
     def test_back_off_with_snapshots(self) -> None:
-        """The last snapshot at or below the shorter length; never another position's state (case 45)."""
+        """The last snapshot at or below the shorter length; never another position's state."""
         cache = Cache(4, FULL, SSM)
         path = cache.store(toks(0, 12))
         for block in path[:2]:
@@ -124,7 +124,7 @@ class TestWindows:
         assert cache.probe(toks(0, 11)) == 0
 
     def test_out_of_window_pages_dropped_at_commit(self) -> None:
-        """The endpoint is reusable, an earlier one is not (case 25)."""
+        """The endpoint is reusable, an earlier one is not."""
         cache = Cache(32, window(64))
         path = cache.store(toks(0, 128))
         for block in path[:2]:
@@ -133,7 +133,7 @@ class TestWindows:
         assert cache.probe(toks(0, 96)) == 0
 
     def test_unaligned_endpoint(self) -> None:
-        """W - 1 tokens of history are needed, not W (case 27)."""
+        """W - 1 tokens of history are needed, not W."""
         cache = Cache(128, FULL, window(128))
         first, second = cache.store(toks(0, 255))
         cache.lose(first, 1)
@@ -147,7 +147,7 @@ class TestWindows:
 
     @pytest.mark.parametrize("history", [37, 38, 39, 32])
     def test_window_smaller_than_a_block(self, history: int) -> None:
-        """At 38 tokens of history blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is (case 12)."""
+        """At 38 tokens of history blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is."""
         for missing in (0, 1):
             cache = Cache(32, window(8))
             path = cache.store(toks(0, 64))
@@ -156,7 +156,7 @@ class TestWindows:
             assert (cache.probe(toks(0, history)) == history) == (missing not in live)
 
     def test_window_of_one_token_needs_no_history_at_a_boundary(self) -> None:
-        """The input token is the whole window, so a short page of the last block limits nothing there (case 11)."""
+        """The input token is the whole window, so a short page of the last block limits nothing there."""
         cache = Cache(32, FULL, window(1))
         path = cache.store(toks(0, 96), without=[1])
         cache.give(path[2], 1, 16)
@@ -177,7 +177,7 @@ class TestWindows:
         assert cache.probe(toks(0, 16)) == 16
 
     def test_best_sibling_not_first_sibling(self) -> None:
-        """The prompt's own last block has lost its window page; another branch still serves the shared part (case 51)."""
+        """The prompt's own last block has lost its window page; another branch still serves the shared part."""
         cache = Cache(8, FULL, window(8))
         first = cache.store([*toks(0, 12), 1, 1, 1, 1])
         second = cache.store([*toks(0, 12), 2, 2, 2, 2])
@@ -187,7 +187,7 @@ class TestWindows:
         assert found.divergence == 16
 
     def test_coverage_of_a_conversation_only_grows(self) -> None:
-        """Turns of 80, 88 and again 80 tokens: both endpoints stay reusable (case 48)."""
+        """Turns of 80, 88 and again 80 tokens: both endpoints stay reusable."""
         cache = Cache(32, FULL, window(16))
         windows = []
         for length in (80, 88, 80):
@@ -204,13 +204,13 @@ class TestWindows:
 
 class TestSnapshots:
     def test_attention_hit_with_recurrent_miss(self) -> None:
-        """Groups are reconciled by intersection; the diagnostic says what attention alone would give (case 36)."""
+        """Groups are reconciled by intersection; the diagnostic says what attention alone would give."""
         cache = Cache(4, FULL, SSM)
         cache.store(toks(0, 8), snapshots=False)
         assert lengths(cache.match(toks(0, 8))) == (0, 8, 8, 8)
 
     def test_snapshots_of_several_commits_stay_independent(self) -> None:
-        """A later endpoint does not cost an earlier one (case 37)."""
+        """A later endpoint does not cost an earlier one."""
         cache = Cache(32, FULL, SSM)
         cache.store(toks(0, 32))
         cache.store(toks(0, 64))
@@ -221,7 +221,7 @@ class TestSnapshots:
         assert cache.match(toks(0, 64), partial=True).before_hybrid == 64
 
     def test_unaligned_snapshot_and_the_partial_switch(self) -> None:
-        """A longer prompt needs the switch to use it, the exact one does not (case 38)."""
+        """A longer prompt needs the switch to use it, the exact one does not."""
         cache = Cache(32, FULL, SSM)
         cache.store(toks(0, 32))
         path = cache.store(toks(0, 48))
@@ -232,7 +232,7 @@ class TestSnapshots:
         assert [cache.probe(toks(0, 48), partial) for partial in (False, True)] == [48, 48]
 
     def test_snapshot_survives_the_full_sibling(self) -> None:
-        """The block that continues a partial one keeps its snapshot (case 39)."""
+        """The block that continues a partial one keeps its snapshot."""
         cache = Cache(32, FULL, SSM)
         cache.store(toks(0, 48))
         cache.store(toks(0, 96))
@@ -289,7 +289,7 @@ class TestSnapshots:
 
 class TestIdentity:
     def test_scopes_share_nothing(self) -> None:
-        """In no pair of scopes is anything reused, not even one token (case 131)."""
+        """In no pair of scopes is anything reused, not even one token."""
         scopes = [ReuseScope(lora, salt) for lora, salt in itertools.product([None, 0, 7, 123], repeat=2)]
         cache = Cache(4, FULL)
         for scope in scopes:
@@ -299,7 +299,7 @@ class TestIdentity:
             assert cache.probe(toks(0, 4), scope=scope) == 4
 
     def test_another_item_is_another_prompt(self) -> None:
-        """Reuse stops before the first differing digest, however alike they are (case 136)."""
+        """Reuse stops before the first differing digest, however alike they are."""
         cache = Cache(4, FULL)
         near = bytes([1] + [0] * 31)
         cases: list[tuple[list[Token], list[Token], int]] = [
@@ -334,7 +334,7 @@ class TestIdentity:
             cache.store(toks(0, 4))
 
     def test_buffers_match_like_lists(self) -> None:
-        """Commit with one, probe with another (case 138)."""
+        """Commit with one, probe with another."""
         cache = Cache(4, FULL)
         cache.store(toks(0, 10))
         for carrier in (np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int64), tuple(range(10)), np.arange(20)[::2] // 2):
@@ -350,7 +350,7 @@ class TestKeys:
         return first_new_block_key(cache.tree, EMPTY_SCOPE, pack(tokens), found)
 
     def test_no_full_block_would_be_new(self) -> None:
-        """A prompt shorter than a block, or wholly cached, adds none (case 3)."""
+        """A prompt shorter than a block, or wholly cached, adds none."""
         cache = Cache(4, FULL)
         assert self.first_new(cache, toks(0, 3)) is None
         cache.store(toks(0, 8))
@@ -360,7 +360,7 @@ class TestKeys:
     @pytest.mark.parametrize("backoff", [0, 1, 4, 5, 16])
     @pytest.mark.parametrize("shared", [0, 1, 3, 4, 5, 7, 8, 11, 16])
     def test_the_key_is_of_the_prompts_own_chain(self, shared: int, backoff: int) -> None:
-        """Never a partly matched block's own key (case 3)."""
+        """Never a partly matched block's own key."""
         cache = Cache(4, FULL)
         cache.store(toks(0, 16))
         query = [*toks(0, shared), *toks(100, 120)][:16]
@@ -369,7 +369,7 @@ class TestKeys:
         assert self.first_new(cache, query, backoff) == expected
 
     def test_a_block_without_its_window_page_is_new(self) -> None:
-        """The node exists, but a request would have to compute it (case 4)."""
+        """The node exists, but a request would have to compute it."""
         cache = Cache(4, FULL, window(4))
         path = cache.store(toks(0, 8))
         cache.lose(path[1], 1)
@@ -443,7 +443,7 @@ def test_keys_that_several_blocks_share_lead_to_the_longest_match(order: tuple[i
 
 
 def test_matching_changes_nothing() -> None:
-    """A probe is read-only: no pin, no page call, no node, not even for a scope nobody knew (case 142)."""
+    """A probe is read-only: no pin, no page call, no node, not even for a scope nobody knew."""
     cache = Cache(4, FULL, window(4))
     path: list[Block] = cache.store(toks(0, 12))
     before = (cache.tree.num_blocks, len(cache.keeper.adopted), len(cache.tree.roots()), [block.pins for block in path])

@@ -115,7 +115,7 @@ CARRIERS: dict[str, object] = {
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_every_carrier_gives_the_same_bytes(carrier: str) -> None:
-    """A prompt's identity does not depend on the type that carries it (case 138)."""
+    """A prompt's identity does not depend on the type that carries it."""
     assert pack(CARRIERS[carrier]).data == pack(IDS).data
 
 
@@ -137,7 +137,7 @@ def test_nothing_packs_to_nothing(empty: object) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 1 << 31, (1 << 32) - 1, 1 << 32, -(1 << 31), 1 << 40, -(1 << 63)])
 def test_ids_out_of_range_are_refused(bad: int) -> None:
-    """Position and value are named, whatever carries them; no id wraps onto another (case 135)."""
+    """Position and value are named, whatever carries them; no id wraps onto another."""
     carriers: list[Any] = [[1, 2, bad, 3], (1, 2, bad, 3), [digest(1), 2, bad], array("q", [1, 2, bad, 3])]
     carriers.append(np.array([1, 2, bad, 3], dtype=np.int64))
     carriers.append(fake_tensor(np.array([1, 2, bad, 3], dtype=np.int64), "int64"))
@@ -177,7 +177,7 @@ def test_the_range_of_a_buffer_may_be_checked_later() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 31, 33, 64])
 def test_digests_have_32_bytes(length: int) -> None:
-    """Another length would make two different items alike (case 135)."""
+    """Another length would make two different items alike."""
     with pytest.raises(ConfigError, match=f"position 1 .* of {length} bytes"):
         pack([1, b"x" * length])
     with pytest.raises(ConfigError, match="must be 32 bytes"):
@@ -219,7 +219,7 @@ def test_other_carriers_are_refused(bad: object) -> None:
 
 
 def test_text_only_refuses_digests() -> None:
-    """At every door: lists, contexts and packed sequences (case 137)."""
+    """At every door: lists, contexts and packed sequences."""
     with pytest.raises(ConfigError, match="position 1 is a digest"):
         pack([1, digest(1)], text_only=True)
     with pytest.raises(ConfigError, match="position 0 is a digest"):

@@ -36,7 +36,7 @@ class TestInsertion:
         assert cache.tree.num_blocks == 2
 
     def test_a_longer_sibling_covers(self) -> None:
-        """A partial block that a sibling begins with adds nothing (case 55); after clear it is a block of its own."""
+        """A partial block that a sibling begins with adds nothing; after clear it is a block of its own."""
         notes = Notes()
         cache = Cache(8, FULL, listener=notes)
         [full] = cache.store(toks(0, 8))
@@ -52,7 +52,7 @@ class TestInsertion:
         assert partial.block_key() != full_key
 
     def test_a_longer_block_takes_the_place_of_its_prefix(self) -> None:
-        """The pages move over with the coverage that they had (case 39), wider ones replace them, the old block is gone (54)."""
+        """The pages move over with the coverage that they had, wider ones replace them, the old block is gone (54)."""
         notes = Notes()
         cache = Cache(8, FULL, window(8), SSM, listener=notes)
         [old] = cache.store(toks(0, 4))
@@ -98,7 +98,7 @@ class TestInsertion:
 
 class TestPageSlots:
     def test_coverage_only_grows(self) -> None:
-        """A page is replaced by a wider one only; ties keep the old one; what is replaced is orphaned (case 48)."""
+        """A page is replaced by a wider one only; ties keep the old one; what is replaced is orphaned."""
         cache = Cache(8, FULL, window(4))
         [block] = cache.store(toks(0, 8), without=[0, 1])
         first = cache.give(block, 1, 4)
@@ -146,7 +146,7 @@ class TestPageSlots:
 
 class TestLoss:
     def test_a_lost_full_attention_page_takes_its_subtree(self) -> None:
-        """Descendants can never match again: their pages are released, parents reported first (case 78)."""
+        """Descendants can never match again: their pages are released, parents reported first."""
         notes = Notes()
         cache = Cache(4, FULL, listener=notes)
         path = cache.store(toks(0, 16))
@@ -210,7 +210,7 @@ class TestLoss:
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_stale_prune(self, first: int) -> None:
-        """A tip stays while any life cycle has a page there; with none left, tip, parent and root go (case 33)."""
+        """A tip stays while any life cycle has a page there; with none left, tip, parent and root go."""
         cache = Cache(2, window(64), window(64))
         x, y = cache.store(toks(0, 4))
         for life_cycle in (0, 1):
@@ -339,7 +339,7 @@ class TestClear:
         assert cache.tree.roots() == []
 
     def test_lone_root(self) -> None:
-        """A root without children is cleared like any other, and clear ends (case 1)."""
+        """A root without children is cleared like any other, and clear ends."""
         cache = Cache(2, FULL)
         cache.tree.root(EMPTY_SCOPE)
         cache.tree.clear()

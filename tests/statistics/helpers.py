@@ -16,8 +16,8 @@ from kv_cache_manager_v2 import (
     LifeCycleId,
 )
 from kv_cache_manager_v2.config import CacheTierConfig
-from tests.manager.engine import Token
-from tests.manager.helpers import GRAIN, Kind, Rig, layers_of, model, toks
+from tests.support.engine import Token
+from tests.support.rig import GRAIN, Kind, Rig, layers_of, model, toks
 
 BLOCK = 4  # tokens
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kv_cache_manager_v2 import KVCache
-from tests.manager.helpers import toks
 from tests.statistics.helpers import blocks, open_cache, rig_of, suspended_cache
+from tests.support.rig import toks
 
 LOST = "closed before it committed its statistics"
 

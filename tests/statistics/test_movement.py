@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, LifeCycleId, PageDataLostError, introspection
-from tests.manager.helpers import DISK, GRAIN, HOST, Rig, hybrid, small, toks
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_of, seed, suspended_cache
+from tests.support.rig import DISK, GRAIN, HOST, Rig, hybrid, small, toks
 
 
 def press(rig: Rig, count: int) -> None:
@@ -63,7 +63,7 @@ def test_a_drop_from_the_disk_is_the_disk_s(tmp_path: Path) -> None:
         assert rig.manager.movement.pages_moved(HOST, DISK) == 4
 
 
-def test_case_119_dropped_from_the_host_before_reuse() -> None:
+def test_dropped_from_the_host_before_reuse() -> None:
     """Pages p and q sink to the host; p is loaded again; q is pushed out: one block, one page of bytes. p never counts."""
     with rig_of(blocks(2, host=2)) as rig:
         seed(rig, 0, 4)  # p

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache, OutOfPagesError, introspection
-from tests.manager.helpers import HOST, Kind, Rig, small, toks
-from tests.statistics.recount import Counted, Recount
-from tests.statistics.recount import Kind as Rule
+from tests.support.recount import Counted, Recount
+from tests.support.recount import Kind as Rule
+from tests.support.rig import HOST, Kind, Rig, small, toks
 
 SIZE = 4
 WEIGHTS = {

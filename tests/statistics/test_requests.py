@@ -13,8 +13,8 @@ from kv_cache_manager_v2 import (
     LayerGroupId,
     introspection,
 )
-from tests.manager.helpers import GRAIN, KIB, MIB, Kind, Rig, attention, model, toks
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, request, rig_of, seed, suspended_cache
+from tests.support.rig import GRAIN, KIB, MIB, Kind, Rig, attention, model, toks
 
 
 def test_context_then_generation() -> None:
@@ -507,7 +507,7 @@ def test_a_fork_counts_what_it_takes_itself() -> None:
         assert iteration(rig).iter_gen_alloc_blocks == 1
 
 
-def test_case_118_dummies_do_not_teach_the_rebalancing() -> None:
+def test_dummies_do_not_teach_the_rebalancing() -> None:
     """A long warm-up request that is excluded leaves the shares as they are; the same request, counted, does not."""
     layers = [attention(0, 256 * KIB, window=128), attention(1, 512 * KIB)]
     config = replace(

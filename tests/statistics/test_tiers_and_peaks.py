@@ -18,9 +18,9 @@ from kv_cache_manager_v2 import (
     ReusedBlocksByLevel,
     introspection,
 )
-from tests.manager.engine import Token
-from tests.manager.helpers import GRAIN, HOST, Kind, Rig, hybrid, model, small, ssm, toks
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_of, seed, suspended_cache
+from tests.support.engine import Token
+from tests.support.rig import GRAIN, HOST, Kind, Rig, hybrid, model, small, ssm, toks
 
 
 def test_all_on_the_gpu_then_most_on_the_host() -> None:
@@ -146,7 +146,7 @@ def test_the_tiers_sum_to_the_reuse_length(kinds: tuple[Kind, ...], length: int)
     ("cached", "query", "numbers"),
     [(0, 48, (1, 0, 1, 0, 48, 0, 0)), (32, 48, (1, 1, 0, 32, 16, 1, 0)), (48, 64, (1, 1, 0, 48, 16, 0, 1))],
 )
-def test_case_116_snapshot_lookups(cached: int, query: int, numbers: tuple[int, ...]) -> None:
+def test_snapshot_lookups(cached: int, query: int, numbers: tuple[int, ...]) -> None:
     """(lookups, hits, misses, reused, unreused, aligned, unaligned); the expected prompt length never enters."""
     with Rig(hybrid(4, 8, tokens_per_block=32), engine=False) as rig:
         if cached:
@@ -186,7 +186,7 @@ def peaks(rig: Rig, level: int = 0) -> PoolGroupPeakBlockStats:
     return only
 
 
-def test_case_121_a_spike_between_two_readings_is_seen() -> None:
+def test_a_spike_between_two_readings_is_seen() -> None:
     """Each field for itself: most available, most unavailable, most evictable. The next window starts from the values of now."""
     with rig_of(blocks(8, host=8)) as rig:
         seed(rig, 0, 8)

@@ -1,0 +1,152 @@
+"""Listeners that misbehave: they raise, or call back into the manager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kv_cache_manager_v2 import CacheListener, KVCacheEventManager, KVCacheManager, LogicError
+from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.listener import CachedBlock
+from tests.support.rig import Rig, small, toks
+
+
+class Boom(Exception):
+    """What a faulty listener raises."""
+
+
+class Faulty(CacheListener):
+    """Does something of its own at every `every`-th thing that it is told."""
+
+    def __init__(self, every: int, act: Callable[[], object]) -> None:
+        self.every = every
+        self.act = act
+        self.told: list[str] = []
+
+    def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
+        self._tell("stored")
+
+    def page_removed(self, block: CachedBlock, life_cycle: int) -> None:
+        self._tell("page removed")
+
+    def block_removed(self, block: CachedBlock) -> None:
+        self._tell("block removed")
+
+    def page_moved(self, block: CachedBlock, life_cycle: int, source: int, destination: int) -> None:
+        self._tell("moved")
+
+    def _tell(self, what: str) -> None:
+        self.told.append(what)
+        if len(self.told) % self.every == 0:
+            self.act()
+
+
+def boom() -> None:
+    raise Boom
+
+
+def churn(rig: Rig) -> None:
+    """Requests that share prefixes, overflow every tier, and go."""
+    draw = random.Random(3)
+    for _request in range(60):
+        rig.seed([draw.randrange(2) for _position in range(draw.randrange(1, 14))])
+        rig.settle()
+        rig.manager.check_invariants()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+def test_a_listener_that_raises_stops_nothing(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told in the midst of a change: the change is finished, the error is logged, and it is told whatever comes next."""
+    listener = Faulty(every, boom)
+    with Rig(small(10, kinds=["full", (6, 0)], host_slots=6), events=listener) as rig:
+        churn(rig)
+        assert rig.manager.event_manager is listener
+    assert set(listener.told) == {"stored", "page removed", "block removed", "moved"}
+    assert "the cache listener raised an exception in page_stored" in caplog.text
+    assert "Boom" in caplog.text
+    assert 4 <= len(caplog.records) <= 4 + len(listener.told).bit_length()
+
+
+@pytest.mark.skipif(COMPILED, reason="a compiled event manager cannot be subclassed")
+def test_an_event_manager_of_somebody_else_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
+    """What a subclass raises stops nothing either, and the events that it did not spoil come out."""
+
+    class FaultyEvents(KVCacheEventManager):
+        def page_stored(self, block: CachedBlock, life_cycle: int, level: int, priority: int, covers_block: bool) -> None:
+            super().page_stored(block, life_cycle, level, priority, covers_block)
+            raise Boom
+
+    events = FaultyEvents(1 << 16)
+    with Rig(small(10, host_slots=6), events=events) as rig:
+        churn(rig)
+        assert rig.manager.event_manager is events
+    assert "the cache listener raised an exception in page_stored" in caplog.text
+    events.flush_iteration_events()
+    assert events.get_latest_events(0)
+
+
+def test_a_listener_behind_the_miss_history_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever remembers drops stands in front of it."""
+    config = small(6, host_slots=6)
+    config.miss_history = 8
+    with Rig(config, events=Faulty(1, boom)) as rig:
+        churn(rig)
+        assert rig.manager.movement.pages_dropped(1) > 0
+    assert "the cache listener raised an exception in" in caplog.text
+
+
+def test_a_listener_that_calls_the_manager_is_refused() -> None:
+    """As a priority callback is: the books are in use. The call that told it goes on."""
+    managers: list[KVCacheManager] = []
+    refused: list[str] = []
+
+    def create() -> None:
+        try:
+            managers[0].create_kv_cache()
+        except LogicError as error:
+            refused.append(str(error))
+
+    listener = Faulty(1, create)
+    with Rig(small(8), events=listener) as rig:
+        managers.append(rig.manager)
+        rig.seed(toks(0, 8))
+        managers.clear()
+        assert rig.manager.num_open_caches == 0
+        assert rig.probe(toks(0, 8)) == 8
+        listener.every = 1 << 30
+    assert len(refused) == 2
+    assert "listener must not call" in refused[0]
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7])
+def test_an_interrupt_in_a_listener_waits_for_the_end_of_the_call(every: int, interrupt: type[BaseException]) -> None:
+    """The change that was told is finished, and then the interrupt goes on: once, from the call that told it."""
+
+    def stop() -> None:
+        raise interrupt
+
+    listener = Faulty(every, stop)
+    with Rig(small(10, kinds=["full", (6, 0)], host_slots=6), events=listener, engine=False) as rig:
+        interrupts = 0
+        for number in range(30):
+            cache = rig.create()
+            tokens = toks(10 * number, 10 * number + 8)
+            steps: list[Callable[[], object]] = [
+                lambda cache=cache: cache.resume(rig.stream),  # type: ignore[misc]
+                lambda cache=cache: cache.resize(8),  # type: ignore[misc]
+                lambda cache=cache, tokens=tokens: cache.commit(tokens),  # type: ignore[misc]
+                cache.close,
+            ]
+            for step in steps:
+                try:
+                    step()
+                except interrupt:
+                    interrupts += 1
+            assert cache.committed_tokens == tokens
+            rig.manager.check_invariants()
+        assert interrupts > 5
+        assert rig.manager.poison_reason() is None
+        listener.every = 1 << 30

@@ -1,0 +1,276 @@
+"""Suspend, resume, and calls that must be done whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_cache_manager_v2 import CacheLevel, KVCache, LogicError
+from tests.layout.test_sizing_of_managers import exact, two_groups
+from tests.support import inside
+from tests.support.rig import DISK, GRAIN, HOST, KIB, MIB, Rig, attention, batch, model, small, toks
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4])
+@pytest.mark.parametrize("host_slots", [1, 2, 3])
+def test_suspend_where_nothing_below_takes_the_pages(host_slots: int, wanted: int) -> None:
+    """A suspended request of all 4 slots, fewer below: another gets what moves down, else False; nothing held is ever dropped."""
+    with Rig(small(4, host_slots=host_slots)) as rig:
+        first = rig.start()
+        assert first.advance(toks(0, 16))
+        first.cache.stop_committing()
+        first.suspend()
+        second = rig.start()
+        before = inside.all_counts(rig.manager)
+        grown = second.cache.resize(4 * wanted)
+        assert grown == (wanted <= host_slots)
+        if not grown:
+            assert inside.all_counts(rig.manager) == before
+            assert second.cache.capacity == 0
+        second.close()
+        assert first.resume()
+        first.check()
+
+
+@pytest.mark.parametrize("big", [0, 1])
+def test_the_gate_is_per_pool_group(big: int) -> None:
+    """A full pool group is not hidden by an empty one, whichever it is; the refused cache stays SUSPENDED and says why."""
+    layers = [attention(0, MIB + 1, window=32), attention(1, KIB)]
+    if big == 1:
+        layers = [attention(0, KIB, window=32), attention(1, MIB + 1)]
+    config = model(layers, gpu=4 * MIB, max_util=0.9, constraints=[batch(1, 32)], typical_step=batch(1, 32))
+    with Rig(config) as rig:
+        while rig.counts(group=big).unavailable <= 0.9 * rig.counts(group=big).total:
+            request = rig.start()
+            assert request.cache.resize(32)
+        late = rig.create()
+        assert late.resume(rig.stream) is False
+        assert late.status is KVCache.Status.SUSPENDED
+        shortage = late.last_shortage
+        assert shortage is not None
+        assert (shortage.pool_group, shortage.gate, shortage.permanent) == (big, True, False)
+
+
+@pytest.mark.parametrize("max_util", [0.95, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_a_declared_batch_is_resumable(max_util: float, count: int) -> None:
+    """A constraint's requests all resume and take their token, at exactly the bytes of the floors."""
+    with Rig(exact(two_groups(constraints=[batch(count, 1)], max_util=max_util)), engine=False) as rig:
+        caches = [rig.create() for _ in range(count)]
+        for cache in caches:
+            assert cache.resume(rig.stream), cache.last_shortage
+        for cache in caches:
+            cache.capacity = 1
+
+
+def test_exactly_32_slots_each() -> None:
+    """32 slots of each group, each rounded to a grain: enough for the batch under a gate of 0.95."""
+    grains = -(-32 * 768 * KIB // GRAIN) + -(-32 * 1280 * KIB // GRAIN)
+    with Rig(two_groups(gpu=grains * GRAIN, constraints=[batch(32, 1)], max_util=0.95), engine=False) as rig:
+        caches = [rig.create() for _ in range(32)]
+        for cache in caches:
+            assert cache.resume(rig.stream), cache.last_shortage
+        for cache in caches:
+            cache.capacity = 1
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_no_lower_tier(held: int) -> None:
+    """Only a GPU of 4 slots: what a suspended request holds cannot be had, quickly; the rest can; it resumes with its bytes."""
+    with Rig(small(4)) as rig:
+        first = rig.start()
+        assert first.advance(toks(0, 4 * held))
+        first.suspend()
+        second = rig.start()
+        assert second.cache.resize(16) is False
+        assert second.cache.resize(4 * (4 - held) + 1) is False
+        assert second.cache.resize(4 * (4 - held))
+        assert first.resume()
+        first.check()
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_load_does_not_evict_what_it_loads(depth: int, schedule: str) -> None:
+    """A prefix on the host, a GPU full of another cached one: the first is brought up whole while the other makes room."""
+    with Rig(small(4, host_slots=4), schedule, depth) as rig:
+        first, second = toks(0, 16), toks(100, 116)
+        rig.seed(first)
+        rig.seed(second)
+        assert inside.pages_by_level(rig.manager, first) == [1] * 4
+        request = rig.start(first[: 4 * depth])
+        assert len(request.tokens) == 4 * depth
+        request.check()
+        assert rig.probe(first) == 16
+        request.close()
+        assert rig.probe(second) == 16
+        again = rig.start(second)
+        again.check()
+
+
+def test_clear_and_shutdown_with_open_caches() -> None:
+    """Refused with the call and the count, nothing changed; closing twice is fine; closed objects do not count."""
+    with Rig(small(8, tokens_per_block=32)) as rig:
+        rig.seed(toks(0, 64))
+        caches = [rig.create(toks(0, 64)) for _ in range(3)]
+        with pytest.raises(LogicError, match=r"clear_reusable_blocks\(\).*3 KV cache\(s\) still open"):
+            rig.manager.clear_reusable_blocks()
+        with pytest.raises(LogicError, match=r"shutdown\(\).*3 KV cache\(s\) still open"):
+            rig.manager.shutdown()
+        caches[0].close()
+        with pytest.raises(LogicError, match=r"2 KV cache\(s\) still open"):
+            rig.manager.clear_reusable_blocks()
+        assert rig.probe(toks(0, 64)) == 64
+        extra = rig.create(toks(0, 64))
+        assert extra.resume(rig.stream)
+        for cache in [*caches, extra, extra]:
+            cache.close()
+        rig.manager.clear_reusable_blocks()
+        assert rig.probe(toks(0, 64)) == 0
+
+
+def test_a_refused_shutdown_names_the_requests_that_are_open() -> None:
+    """The ids that the engine gave, the first eight of them; a cache without an id is only counted."""
+    with Rig(small(8)) as rig:
+        caches = [rig.create(id=number) for number in (7, 9)]
+        caches.append(rig.manager.create_kv_cache())
+        with pytest.raises(LogicError, match=r"3 KV cache\(s\) still open \(ids 7, 9\); close them first"):
+            rig.manager.shutdown()
+        caches += [rig.create(id=number) for number in range(20, 28)]
+        with pytest.raises(LogicError, match=r"11 KV cache\(s\) still open \(ids 7, 9, 20, 21, 22, 23, 24, 25, \.\.\.\)"):
+            rig.manager.shutdown()
+        for cache in caches:
+            cache.close()
+
+
+@pytest.mark.parametrize("length", [0, 3, 8, 10])
+def test_close_before_the_first_resume(length: int) -> None:
+    """Close releases what the match held: every page of the tree is evictable again."""
+    with Rig(small(8)) as rig:
+        rig.seed(toks(0, 10))
+        before = rig.counts()
+        cache = rig.create(toks(0, length))
+        assert cache.num_committed_tokens == length
+        cache.close()
+        assert rig.counts() == before
+        assert before.evictable == 3
+        assert rig.counts().unavailable == 0
+
+
+def test_resume_without_a_stream() -> None:
+    """It is refused at resume, not by an abort at suspend; afterwards the cache is as good as before."""
+    with Rig(small(8)) as rig:
+        cache = rig.create()
+        with pytest.raises(LogicError, match="stream"):
+            cache.resume()
+        assert cache.status is KVCache.Status.SUSPENDED
+        with pytest.raises(ValueError, match="cuda_stream"):
+            _ = cache.cuda_stream
+        cache.cuda_stream = rig.stream
+        assert cache.resume()
+        assert cache.resize(8)
+        cache.suspend()
+        assert cache.resume()
+
+
+def parked_on_disk(rig: Rig, blocks: int) -> KVCache:
+    """A suspended cache all of whose pages lie on the last tier."""
+    request = rig.start()
+    assert request.advance(toks(0, 4 * blocks))
+    request.suspend()
+    return request.cache
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random"])
+def test_prefetch(tmp_path: object, schedule: str) -> None:
+    """Pages on disk move to the host, all of them, none to the GPU, and are known to the eviction there."""
+    with Rig(small(4, host_slots=4, disk=(str(tmp_path), 4)), schedule, 1) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 16))
+        request.suspend()
+        other = rig.start()
+        assert other.cache.resize(16)  # ours go to the host
+        other.suspend()
+        last = rig.start()
+        assert last.cache.resize(16)  # the other's go to the host, ours to disk
+        assert rig.counts(2).unavailable == 4  # held, on the last level
+        last.close()
+        other.close()
+        free = rig.counts(0).free
+        assert request.cache.prefetch(HOST)
+        rig.driver.synchronize()
+        rig.manager.probe_reuse(None, [])
+        rig.create().close()
+        assert rig.counts(2).free == 4
+        assert rig.counts(1) == (4, 0, 4, 0)
+        assert rig.counts(0).free == free
+        assert request.cache.prefetch(DISK)  # warmer already: nothing to do
+        assert rig.counts(1) == (4, 0, 4, 0)
+        assert request.resume()
+        with pytest.raises(LogicError):
+            request.cache.prefetch(HOST)
+        request.check()
+
+
+def test_prefetch_without_a_host(tmp_path: object) -> None:
+    """GPU and disk only: level 1 is the disk, and prefetching to it is a no-op that succeeds."""
+    with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 16))
+        request.suspend()
+        other = rig.start()
+        assert other.cache.resize(16)
+        other.close()
+        before = inside.all_counts(rig.manager)
+        assert request.cache.prefetch(CacheLevel(1))
+        assert inside.all_counts(rig.manager) == before
+        assert request.resume()
+        request.check()
+
+
+def test_prefetch_to_a_level_that_is_too_small(tmp_path: object) -> None:
+    """4 pages do not fit a host of 2: False, nothing moved, nothing lost; a level that does not exist raises."""
+    with Rig(small(4, host_slots=2, disk=(str(tmp_path), 8))) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 16))
+        request.suspend()
+        first, second = rig.start(), rig.request()
+        assert first.cache.resize(16)
+        first.suspend()
+        assert second.resume()
+        assert second.cache.resize(8)
+        second.close()
+        first.close()
+        before = inside.all_counts(rig.manager)
+        assert request.cache.prefetch(HOST) is False
+        assert request.cache.last_shortage is not None
+        assert inside.all_counts(rig.manager) == before
+        for level in (-1, 3):
+            with pytest.raises((LogicError, ValueError)):
+                request.cache.prefetch(CacheLevel(level))
+        assert request.resume()
+        request.check()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_failed_resume_changes_nothing(full: bool) -> None:
+    """Neither the stream nor a page: what failed can be tried again."""
+    with Rig(small(4)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 8))
+        request.suspend()
+        other = rig.start()
+        assert other.cache.resize(8)
+        third = rig.request(toks(50, 54)) if full else rig.request(toks(0, 6))
+        elsewhere = rig.new_stream()
+        third.cache.cuda_stream = rig.stream
+        before = inside.all_counts(rig.manager)
+        if not full:
+            assert len(third.tokens) == 6
+            assert third.cache.resume(elsewhere) is False
+            assert third.cache.cuda_stream == rig.stream
+            assert inside.all_counts(rig.manager) == before
+        other.close()
+        assert third.resume()
+        third.check()
+        assert request.resume()
+        request.check()

@@ -1,0 +1,375 @@
+"""Quotas that change while requests are suspended, and pool groups that are divided anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from kv_cache_manager_v2 import (
+    ConfigError,
+    DiskCacheTierConfig,
+    EmulatedDriver,
+    GpuCacheTierConfig,
+    HostCacheTierConfig,
+    KVCacheManager,
+    KVCacheManagerConfig,
+    LogicError,
+)
+from kv_cache_manager_v2.config import LayerConfig
+from kv_cache_manager_v2.storage.resize import resize_quota
+from kv_cache_manager_v2.storage.tiers import spare_host_bytes
+from tests.request.test_single_request import alternating
+from tests.support import inside
+from tests.support.engine import Token
+from tests.support.rig import DISK, GPU, HOST, KIB, MIB, Rig, attention, mixed, model, toks
+
+
+def on_level(rig: Rig, level: int) -> int:
+    """Slots in use on a level."""
+    counts = rig.counts(level)
+    return counts.total - counts.free
+
+
+def test_quotas_shrink_and_grow_under_suspended_requests(tmp_path: object) -> None:
+    """Three full tiers of 64, 128 and 128 MiB shrink to 32, 16 and 32: of two suspended requests of 704 tokens the first
+    resumes, the
+    second finds no room; grown again, a prefetch takes all its pages from disk to the host, none to the GPU, and both run."""
+    tiers = [GpuCacheTierConfig(64 * MIB), HostCacheTierConfig(128 * MIB), DiskCacheTierConfig(128 * MIB, str(tmp_path))]
+    with Rig(model(alternating(36, 32 * KIB, 32 * KIB, window=128, sink=1), tiers=tiers)) as rig:
+        tag = 0
+        while rig.counts(2).free > 0:  # fill all three
+            tag += 1000
+            filler = rig.start()
+            assert filler.cache.resize(704, 0)
+            filler.cache.commit(toks(tag, tag + 704))
+            filler.close()
+        first, second = rig.start(), rig.request()
+        first.prefill(toks(0, 704), 352)
+        first.suspend()
+        assert second.resume()
+        second.prefill(toks(500_000, 500_704), 352)
+        second.suspend()
+        for level, quota in ((GPU, 32), (HOST, 16), (DISK, 32)):
+            result = rig.manager.resize(level, quota * MIB)
+            assert result, result
+            assert rig.manager.get_quota(level) <= quota * MIB
+        assert first.resume()
+        first.check()
+        assert second.resume() is False
+        first.suspend()
+        assert rig.manager.resize(HOST, 128 * MIB)
+        assert rig.manager.resize(DISK, 128 * MIB)
+        assert first.resume()
+        assert second.resume() is False
+        levels = [page.level for page in inside.live_pages(second.cache)]
+        on_disk, on_gpu = levels.count(2), levels.count(0)
+        assert second.cache.prefetch(HOST)
+        rig.settle()
+        levels = [page.level for page in inside.live_pages(second.cache)]
+        assert (levels.count(2), levels.count(0)) == (0, on_gpu)
+        assert levels.count(1) >= on_disk
+        assert all(page.queued for page in inside.live_pages(second.cache))
+        first.suspend()
+        assert rig.manager.resize(GPU, 128 * MIB)
+        assert first.resume()
+        assert second.resume()
+        first.check()
+        second.check()
+
+
+def test_a_resize_needs_every_cache_suspended() -> None:
+    """One is ACTIVE: refused with the count, nothing changed. A level that does not exist is an error."""
+    with Rig(model([attention(0, 64 * KIB)], gpu=8 * MIB)) as rig:
+        request = rig.start()
+        with pytest.raises(LogicError, match="1 KV cache"):
+            rig.manager.resize(GPU, 4 * MIB)
+        with pytest.raises(LogicError, match="1 KV cache"):
+            rig.manager.adjust()
+        assert rig.manager.get_quota(GPU) == 8 * MIB
+        request.suspend()
+        assert rig.manager.resize(GPU, 4 * MIB)
+        with pytest.raises(ConfigError):
+            rig.manager.resize(HOST, 4 * MIB)
+
+
+@pytest.mark.parametrize("best_efforts", [False, True])
+def test_a_shrink_that_does_not_fit(best_efforts: bool) -> None:
+    """What suspended requests hold must survive: a smaller quota, and with it every one below, is refused with the reason, nothing
+    changed; the smallest that holds them is fine."""
+    with Rig(model([attention(0, 512 * KIB)], gpu=16 * MIB, max_util=1.0)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 32 * 10))
+        request.suspend()
+        before = inside.all_counts(rig.manager)
+        result = rig.manager.resize(GPU, 4 * MIB, best_efforts)
+        assert not result
+        assert result.reason
+        assert (rig.manager.get_quota(GPU), inside.all_counts(rig.manager)) == (16 * MIB, before)
+        assert rig.manager.resize(GPU, 6 * MIB, best_efforts)
+        assert rig.manager.get_quota(GPU) == 6 * MIB
+        assert request.resume()
+        request.check()
+
+
+@pytest.mark.parametrize("best_efforts", [False, True])
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_a_growth_that_the_device_refuses(chunks: int, best_efforts: bool) -> None:
+    """No device memory for all of it: every size is the old one again; with best efforts it is what could be had, not above the
+    asked one."""
+    with Rig(model([attention(0, 512 * KIB)], gpu=8 * MIB, max_util=1.0)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 32 * 10))
+        request.suspend()
+        rig.driver.fail("create_chunk", chunks + 1, None)
+        try:
+            done = bool(rig.manager.resize(GPU, 16 * MIB, best_efforts))
+        except MemoryError:
+            done = False
+        quota = rig.manager.get_quota(GPU)
+        assert 8 * MIB <= quota < 16 * MIB
+        if not best_efforts:
+            assert (done, quota) == (False, 8 * MIB)
+        rig.driver.heal()
+        assert rig.manager.resize(GPU, 16 * MIB)
+        assert request.resume()
+        request.check()
+
+
+GIB = 1 << 30
+
+
+def test_best_efforts_leave_host_memory_free() -> None:
+    """The larger of 1 GiB and 5 % of what is available stays free, for the engine and everybody else; whoever asks for an exact
+    quota means it."""
+    assert [spare_host_bytes(there) for there in (0, GIB, GIB + 5, 20 * GIB, 100 * GIB)] == [0, 0, 5, 19 * GIB, 95 * GIB]
+    tiers = [GpuCacheTierConfig(8 * MIB), HostCacheTierConfig(8 * MIB)]
+    with Rig(model([attention(0, 512 * KIB)], tiers=tiers)) as rig:
+        hierarchy = rig.manager.shared.hierarchy
+        before = rig.manager.get_quota(HOST)
+        refused = resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB)
+        assert not refused
+        assert "must stay free" in refused.reason
+        assert rig.manager.get_quota(HOST) == before
+        assert resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB + 6 * MIB)
+        assert rig.manager.get_quota(HOST) == before + 6 * MIB
+        assert resize_quota(hierarchy, HOST, 32 * MIB, None, False, GIB)
+        assert rig.manager.get_quota(HOST) == 32 * MIB
+        assert resize_quota(hierarchy, HOST, 8 * MIB, None, True, 0)
+        assert rig.manager.get_quota(HOST) == 8 * MIB
+
+
+def test_a_quota_below_the_minimum_changes_nothing() -> None:
+    """The result is false and says why."""
+    with Rig(model([attention(0, 512 * KIB, window=128)], gpu=16 * MIB)) as rig:
+        result = rig.manager.resize(GPU, MIB)
+        assert not result
+        assert "minimum" in result.reason
+        assert rig.manager.get_quota(GPU) == 16 * MIB
+
+
+# --- rebalancing
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rebalanced(
+    layers: list[LayerConfig], *, min_samples: int = 10, cooldown: float = 60.0, threshold: float = 1.25, gpu: int = 16 * MIB
+) -> tuple[Rig, Clock]:
+    """A rig whose manager looks at its pools after few requests, with a clock of ours."""
+    config = model(layers, gpu=gpu)
+    config.rebalance_min_sampled_kv_caches = min_samples
+    config.rebalance_cooldown_secs = cooldown
+    config.rebalance_ratio_threshold = threshold
+    config.rebalance_target_ratio_update_interval = 1
+    clock = Clock()
+    return Rig(config, clock=clock), clock
+
+
+def two_windows() -> list[LayerConfig]:
+    return [attention(0, 8 * KIB, window=128), attention(1, 2 * KIB)]
+
+
+def due(rig: Rig) -> bool:
+    """Whether an adjustment is due now."""
+    return rig.manager.need_adjustment
+
+
+def totals(rig: Rig) -> list[int]:
+    return [rig.counts(group=group).total for group in range(2)]
+
+
+def serve(rig: Rig, count: int, length: int, id: Callable[[int], int] | None = None) -> None:
+    """So many requests of so many tokens come and go."""
+    for number in range(count):
+        cache = rig.create(None, id=1000 + number if id is None else id(number))
+        assert cache.resume(rig.stream)
+        assert cache.resize(length, length)
+        cache.close()
+
+
+def test_pools_follow_the_requests() -> None:
+    """Short requests where long ones were expected: the window's pool group grows, the other shrinks; committed content
+    survives, and a
+    replay reuses it and verifies."""
+    rig, clock = rebalanced(two_windows())
+    with rig:
+        tokens: list[Token] = mixed(0, 300)
+        rig.extend(tokens)
+        before = totals(rig)
+        assert not due(rig)
+        serve(rig, 40, 64)
+        assert not due(rig)  # the cooldown runs from the start
+        clock.now += 61
+        assert due(rig)
+        assert rig.manager.adjust()
+        after = totals(rig)
+        assert after[0] > before[0]
+        assert after[1] < before[1]
+        assert not due(rig)
+        again = rig.start(tokens)
+        assert len(again.tokens) == 300
+        again.check()
+
+
+@pytest.mark.parametrize("skew", [2.0, 0.5])
+def test_content_survives_a_rebalance(skew: float) -> None:
+    """A skew of 2 either way is forced: one group grows, the other shrinks; what was cached and what suspended requests hold is
+    intact."""
+    rig, clock = rebalanced(two_windows())
+    with rig:
+        tokens: list[Token] = mixed(0, 300)
+        rig.extend(tokens)
+        live = rig.start()
+        assert live.advance(toks(7000, 7200))
+        live.suspend()
+        before = totals(rig)
+        current = [count * size for count, size in zip(before, (8 * KIB, 2 * KIB), strict=True)]
+        wanted = [current[0] * skew, current[1]]
+        rig.manager.tuner.num_samples = 1000
+        rig.manager.tuner.set_gpu_weights([weight / sum(wanted) for weight in wanted])
+        clock.now += 61
+        assert due(rig)
+        assert rig.manager.adjust()
+        after = totals(rig)
+        assert (after[0] > before[0], after[1] < before[1]) == (skew > 1, skew > 1)
+        assert live.resume()
+        live.check()
+        again = rig.start(tokens)
+        assert len(again.tokens) > 0
+        again.check()
+
+
+@pytest.mark.parametrize(("min_samples", "cooldown", "threshold"), [(5000, 60, 1.25), (10, 10_000, 1.25), (10, 60, 10.0)])
+def test_each_gate_holds_by_itself(min_samples: int, cooldown: float, threshold: float) -> None:
+    """Too few samples, too early, or too small a skew: no adjustment."""
+    rig, clock = rebalanced(two_windows(), min_samples=min_samples, cooldown=cooldown, threshold=threshold)
+    with rig:
+        serve(rig, 40, 64)
+        clock.now += 61
+        assert not due(rig)
+
+
+def test_samples_equal_to_the_minimum_are_enough() -> None:
+    """The boundary itself allows an adjustment; one request less does not."""
+    rig, clock = rebalanced(two_windows(), min_samples=10)
+    with rig:
+        clock.now += 61
+        serve(rig, 9, 64)
+        assert not due(rig)
+        serve(rig, 1, 64, lambda number: 5000)
+        assert due(rig)
+
+
+def test_excluded_caches_teach_nothing() -> None:
+    """A dummy of 64 blocks, excluded from the statistics, leaves the pools alone; the same request, not excluded, moves them."""
+    layers: list[LayerConfig] = [attention(0, 8 * KIB, window=4096), attention(1, 8 * KIB + 4)]
+    rig, clock = rebalanced(layers, min_samples=1, gpu=64 * MIB)
+    with rig:
+        rig.manager.tuner.num_samples = 2001
+        clock.now += 61
+        rig.manager.tuner.set_gpu_weights([0.5, 0.5])
+        rig.manager.adjust()
+        clock.now += 61
+        assert not due(rig)
+        rig.manager.mark_stats_excluded(7)
+        cache = rig.create(None, id=7)
+        assert cache.resume(rig.stream)
+        assert cache.resize(64 * 32 * 4, 64 * 32 * 4)
+        cache.close()
+        assert not due(rig)
+        rig.manager.clear_stats_excluded(7)
+        serve(rig, 1, 64 * 32 * 4)
+        assert due(rig)
+
+
+def test_equal_histories_give_equal_decisions() -> None:
+    """Two ranks that saw the same requests agree on when and how."""
+    results = []
+    for _rank in range(2):
+        rig, clock = rebalanced(two_windows())
+        with rig:
+            decisions = []
+            for length in (64, 100, 3000, 40, 700):
+                serve(rig, 7, length)
+                clock.now += 61
+                decisions.append(due(rig))
+                if decisions[-1]:
+                    assert rig.manager.adjust()
+                decisions.append(totals(rig) == totals(rig))
+                decisions += [count > 0 for count in totals(rig)]
+            results.append((decisions, totals(rig)))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("turns", [6])
+def test_no_grain_is_lost_over_rebalances(turns: int) -> None:
+    """However often the pools are divided anew, the bytes in use are those of the quota, to the grain."""
+    rig, clock = rebalanced(two_windows())
+    with rig:
+        for turn in range(turns):
+            weights = [0.8, 0.2] if turn % 2 else [0.2, 0.8]
+            rig.manager.tuner.num_samples = 1000
+            rig.manager.tuner.set_gpu_weights(weights)
+            clock.now += 61
+            assert rig.manager.adjust()
+            assert rig.manager.get_quota(GPU) == 16 * MIB
+            used = sum(math.ceil(count * size / (2 * MIB)) for count, size in zip(totals(rig), (8 * KIB, 2 * KIB), strict=True))
+            assert used == 8
+
+
+INVALID = [
+    ("rebalance_min_sampled_kv_caches", -1),
+    ("rebalance_cooldown_secs", -1.0),
+    ("rebalance_cooldown_secs", math.inf),
+    ("rebalance_target_ratio_update_interval", 0),
+    ("rebalance_ratio_threshold", 1.0),
+    ("rebalance_ratio_threshold", math.inf),
+    ("rebalance_moving_average_decay", 0.0),
+    ("rebalance_moving_average_decay", 1.0),
+    ("rebalance_cooldown_secs", math.nan),
+    ("rebalance_ratio_threshold", math.nan),
+    ("rebalance_moving_average_decay", math.nan),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), INVALID)
+def test_invalid_settings(field: str, value: float) -> None:
+    """Each is refused, by name, when configured and when a manager is made of a configuration that was changed since."""
+    base = model(two_windows())
+    values = {"tokens_per_block": base.tokens_per_block, "cache_tiers": base.cache_tiers, "layers": base.layers, field: value}
+    with pytest.raises(AssertionError, match=field) as refused:
+        KVCacheManagerConfig(**values)  # type: ignore[arg-type]
+    assert isinstance(refused.value, ConfigError)
+    setattr(base, field, value)
+    with pytest.raises(ConfigError, match=field):
+        KVCacheManager(base, driver=EmulatedDriver())
