@@ -3,7 +3,8 @@
 Each record is validated on construction. `validate()` does so again, after fields were assigned. Both raise `ConfigError` with the
 field, its value and what is right. Sizes are in bytes, lengths in tokens.
 
-The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
+The records are ordinary dataclasses: `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them. This file is never compiled,
+so that subclasses of users work on both builds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, SupportsIndex
-
-from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.arguments import at_least, flag, given, instance, items_of, real, shown, text
 from kv_cache_manager_v2.errors import ConfigError
@@ -94,7 +93,6 @@ def tier_granularity(tier: CacheTier, quota: int) -> int:
     return HOST_GRAIN if tier == CacheTier.HOST_MEM else DISK_GRAIN
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class CacheTierConfig(ABC):
     """One cache level: its kind of memory, and the bytes that all of its pools may use together."""
@@ -117,7 +115,6 @@ class CacheTierConfig(ABC):
         return tier_granularity(self.tier, self.quota)
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class GpuCacheTierConfig(CacheTierConfig):
     """Device memory. Level 0 is always this tier."""
@@ -127,7 +124,6 @@ class GpuCacheTierConfig(CacheTierConfig):
         return CacheTier.GPU_MEM
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class HostCacheTierConfig(CacheTierConfig):
     """Pinned host memory."""
@@ -137,7 +133,6 @@ class HostCacheTierConfig(CacheTierConfig):
         return CacheTier.HOST_MEM
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class DiskCacheTierConfig(CacheTierConfig):
     """Files in one directory. The files have no names, so none remains after the process has ended.
@@ -168,7 +163,6 @@ class DiskCacheTierConfig(CacheTierConfig):
         return CacheTier.DISK
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class BufferConfig:
     """One buffer of a layer, and its size for one block."""
@@ -204,7 +198,6 @@ class BufferConfig:
         return length // override
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class LayerConfig(ABC):
     """One layer of the model and its buffers."""
@@ -237,7 +230,6 @@ class LayerConfig(ABC):
         """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class AttentionLayerConfig(LayerConfig):
     """A layer of full attention, or of sliding-window attention with optional sinks."""
@@ -267,7 +259,6 @@ class AttentionLayerConfig(LayerConfig):
         return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // length)
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class SsmLayerConfig(LayerConfig):
     """A recurrent layer: one state per request, whatever the request's length."""
@@ -290,7 +281,6 @@ class SsmLayerConfig(LayerConfig):
         return False, 0, 0
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class KVCacheDesc:
     """The shape of one request in a batch, in tokens."""
@@ -310,7 +300,6 @@ class KVCacheDesc:
             )
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class BatchDesc:
     """Requests that must fit the GPU together. They share their first `system_prompt_length` tokens."""
@@ -328,7 +317,6 @@ class BatchDesc:
             desc.validate()
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class SwaScratchReuseConfig:
     """Blocks that leave the window within one prefill step share scratch slots instead of using slots of their own."""
@@ -342,7 +330,6 @@ class SwaScratchReuseConfig:
         _check_whole(self, "max_rewind_len", 0, " of SwaScratchReuseConfig")
 
 
-@mypyc_attr(native_class=False)
 @dataclass
 class KVCacheManagerConfig:
     """The complete configuration of a manager. The manager keeps a deep copy."""

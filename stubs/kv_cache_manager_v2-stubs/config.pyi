@@ -3,7 +3,8 @@
 Each record is validated on construction. `validate()` does so again, after fields were assigned. Both raise `ConfigError` with the
 field, its value and what is right. Sizes are in bytes, lengths in tokens.
 
-The records are ordinary dataclasses (not native classes): `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them.
+The records are ordinary dataclasses: `dataclasses.replace`, `copy.deepcopy` and `pickle` work on them. This file is never compiled,
+so that subclasses of users work on both builds.
 """
 
 from abc import ABC, abstractmethod

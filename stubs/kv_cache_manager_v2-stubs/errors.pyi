@@ -1,7 +1,7 @@
 """The exceptions of this package.
 
 A user's mistake raises before anything changes, with the offending value and the remedy in the text. The builtin base classes keep
-an engine's existing handlers working. None of these is a native class, since native classes cannot have such bases.
+an engine's existing handlers working. This file is never compiled, so that subclasses of users work on both builds.
 """
 
 class KVCacheError(Exception):

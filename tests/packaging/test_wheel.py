@@ -14,7 +14,13 @@ import pytest
 from tests.packaging.helpers import ROOT, CleanEnvironment, built_wheel
 
 PACKAGE = "kv_cache_manager_v2"
-INTERPRETED = ("__main__.py", "cli/", "extras/")  # stated again on purpose: moving a module out of the group is a decision
+INTERPRETED = (
+    "__main__.py",
+    "cli/",
+    "config.py",
+    "errors.py",
+    "extras/",
+)  # stated again on purpose: moving a module out of the group is a decision
 
 
 @pytest.fixture(scope="module")
