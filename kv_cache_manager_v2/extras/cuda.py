@@ -1,7 +1,7 @@
 """The CUDA driver: `Driver` on a real GPU, through `cuda.bindings.driver`.
 
-Rule: this file only composes. What a call means to the device is in cuda_memory and cuda_streams, how files move is in cuda_io; no
-file above the seam knows that any of them exists. Importing it needs no package and no GPU, making a `CudaDriver` needs both.
+This file only forwards calls: memory is in cuda_memory, streams and copies are in cuda_streams, file transfers in cuda_io.
+Importing it needs neither the cuda package nor a GPU; creating a `CudaDriver` needs both.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from kv_cache_manager_v2.ids import INT32_MAX, Stream
 
 
 class CudaDriver(IdentifyingDriver):
-    """A GPU. Streams are the driver's handles as ints, so an engine's own (torch's `stream.cuda_stream`) can be passed.
+    """A GPU. Streams are CUDA handles as ints, so an engine can pass its own, such as torch's `stream.cuda_stream`.
 
-    device: ordinal among the visible GPUs. bindings: a module to use in place of `cuda.bindings.driver`. io_threads: how many file
-    transfers run at once. transfer_timeout: seconds from a file transfer's start until its gate opens as GATE_TIMED_OUT.
-    move: what moves the bytes of a file range.
+    `device` is an ordinal among the visible GPUs, and `bindings` a module to use instead of `cuda.bindings.driver`. `io_threads`
+    file transfers run at once. `transfer_timeout` is their time limit in seconds. `move` transfers the bytes of a file range.
 
     Raises DeviceUnavailableError if the device cannot be initialised. Thread safe.
 
-    On a device without stream memory operations (the driver's own answer), `wait_gate` blocks the calling thread until the gate
-    opens. A host function would keep the stream waiting just as well, but all host functions share one thread of the driver, and
-    one that waits for a file could stand in front of the one that the file waits for.
+    If the device has no stream memory operations, `wait_gate` blocks the calling thread until the gate opens. A host function that
+    waits could deadlock: all host functions share one thread of CUDA, so it could delay one that the file transfer waits for.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class CudaDriver(IdentifyingDriver):
     ) -> None:
         ordinal = whole(device, "device")
         if not 0 <= ordinal <= INT32_MAX:
-            raise ConfigError(f"device is {ordinal}: ordinals of GPUs count from 0")
+            raise ConfigError(f"device is {ordinal}: must be the ordinal of a GPU, from 0")
         threads, timeout_s = at_least(io_threads, "io_threads", 1), positive(transfer_timeout, "transfer_timeout")
         function(move, "move")
         pool = TransferPool(threads, timeout_s)
@@ -141,7 +139,7 @@ class CudaDriver(IdentifyingDriver):
         self._streams.synchronize_event(event)
 
     def synchronize(self) -> None:
-        self._transfers.drain()  # first: streams may wait for their gates
+        self._transfers.drain()  # first: streams may wait for gates of transfers
         self._context.synchronize()
 
     # --- work
@@ -195,29 +193,29 @@ class CudaDriver(IdentifyingDriver):
         self._transfers.release(gate)
 
     def close(self) -> None:
-        """Finish all work and give everything back, leaks included; raises LogicError naming them. A second call does nothing."""
+        """Finish all work and free everything. Raises LogicError with a list of leaks; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         if self._context.inherited():
-            return  # threads, context and memory are the parent's
+            return  # threads, context and memory belong to the parent
         leaks: list[str] = []
         failures: list[str] = []
-        steps: list[Callable[[], list[str]]] = [self._finish, self._streams.give_back_all, self._memory.give_back_all]
-        for step in steps:  # each, whatever the one before met: the device may be lost
+        steps: list[Callable[[], list[str]]] = [self._finish, self._streams.free_all, self._memory.free_all]
+        for step in steps:  # all of them, even after an error: the device may be lost
             try:
                 leaks += step()
             except KVCacheError as error:
                 failures.append(str(error))
         self._context.close()
         if failures:
-            raise LogicError(f"the driver was closed, but not everything could be given back: {'; '.join(failures)}")
+            raise LogicError(f"the driver was closed, but not everything could be freed: {'; '.join(failures)}")
         if leaks:
             shown = "; ".join(leaks[:8]) + (f"; and {len(leaks) - 8} more" if len(leaks) > 8 else "")
-            raise LogicError(f"the driver was closed with {len(leaks)} things not given back: {shown}")
+            raise LogicError(f"the driver was closed with {len(leaks)} things not freed: {shown}")
 
     def _finish(self) -> list[str]:
-        """End all work and the threads; returns the gates that nobody released, in words."""
+        """Finish all work and end the threads; returns a text for each gate that was not released."""
         leaks = self._transfers.close(self._transfer_timeout)
         self._context.synchronize()
         self._words.close()

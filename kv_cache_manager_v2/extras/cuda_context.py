@@ -1,7 +1,7 @@
-"""The context of one CUDA device, and what a call's result means.
+"""The context of one CUDA device, and the translation of result codes into errors.
 
-Rule: a result other than success becomes one of our errors in this file and nowhere else. Work that depends on the current context
-runs inside `with context:`, which pushes ours and pops it again, so neither the calling thread nor its other devices matter.
+Calls that depend on the current context run inside `with context:`. It pushes this context and pops it at the end, so any thread
+may call, whatever its current device is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WAYS_OUT: Final = (
 
 
 def unavailable(reason: str) -> DeviceUnavailableError:
-    """The error of a device that cannot be initialised, with both remedies."""
-    return DeviceUnavailableError(f"no CUDA device can be initialised: {reason}. Ways out: {WAYS_OUT}")
+    """The error for a device that cannot be initialised, with both remedies."""
+    return DeviceUnavailableError(f"no CUDA device can be initialised: {reason}. Remedy: {WAYS_OUT}")
 
 
 def load_bindings() -> ModuleType:
@@ -43,9 +43,9 @@ def load_bindings() -> ModuleType:
 
 
 class CudaContext:
-    """An initialised device with a context: the current one if it is that device's, else its primary context, retained.
+    """An initialised device and a context on it: the current context if it belongs to the device, else its primary context.
 
-    Safe to use from several threads: pushing and popping concerns the calling thread only.
+    Thread safe: the current context is a property of the calling thread.
     """
 
     def __init__(self, bindings: ModuleType, ordinal: int) -> None:
@@ -66,13 +66,13 @@ class CudaContext:
         self._closed = False
         self._forks = PROCESS.forks
         self._context = 0  # the driver's handle
-        self._retained = False  # the context is the primary one and ours to release
-        self.ordinal: Final = ordinal  # of the device, among those visible to the process
+        self._retained = False  # whether this object must release the primary context
+        self.ordinal: Final = ordinal  # among the devices visible to the process
         try:
             self.check("cuInit", api.cuInit(0))
             count = self.value("cuDeviceGetCount", api.cuDeviceGetCount())
             if not 0 <= ordinal < count:
-                raise unavailable(f"device {ordinal} was asked for and {count} are visible")
+                raise unavailable(f"device {ordinal} was requested and {count} are visible")
             self.version: Final = self.value("cuDriverGetVersion", api.cuDriverGetVersion())  # 1000 * major + 10 * minor
             self._device: Final = self.value("cuDeviceGet", api.cuDeviceGet(ordinal))
             name = self.value("cuDeviceGetName", api.cuDeviceGetName(256, self._device))
@@ -108,21 +108,21 @@ class CudaContext:
         return value
 
     def error(self, call: str, code: CUresult) -> CuError | OutOfMemoryError:
-        """The error that stands for a call's result."""
+        """The error for a call's result code."""
         message = f"{call} failed: {self.explain(code)}"
         if code == ERROR_OUT_OF_MEMORY:
             return OutOfMemoryError(message)
         return CuError(message, int(code), call)
 
     def explain(self, code: CUresult) -> str:
-        """A result's name, number and meaning, as far as the driver knows them."""
+        """Name, number and description of a result code, as far as CUDA knows them."""
         name, text = self._cuGetErrorName(code)[1], self._cuGetErrorString(code)[1]
         return f"{name.decode() if name else 'unknown error'} ({int(code)}){': ' + text.decode() if text else ''}"
 
     # --- the device
 
     def attribute(self, attribute: CUdevice_attribute) -> int:
-        """One of the device's attributes."""
+        """The value of a device attribute."""
         return self.value("cuDeviceGetAttribute", self._cuDeviceGetAttribute(attribute, self._device))
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class CudaContext:
         self.check("cuCtxPopCurrent", self._cuCtxPopCurrent())
 
     def inherited(self) -> bool:
-        """Whether this process is a child of the one that made the context, in which CUDA does not work."""
+        """Whether this process was forked after the context was created; CUDA does not work in it."""
         return PROCESS.forks != self._forks
 
     def synchronize(self) -> None:
@@ -145,7 +145,7 @@ class CudaContext:
             self.check("cuCtxSynchronize", self._cuCtxSynchronize())
 
     def close(self) -> None:
-        """Release the primary context if it is ours to release; every later use raises LogicError."""
+        """Release the primary context if this object retained it. Every later use raises LogicError."""
         if self._closed:
             return
         self._closed = True

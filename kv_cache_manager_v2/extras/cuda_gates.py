@@ -1,8 +1,7 @@
-"""Gate words: where a stream stands and waits until the host lets it through.
+"""Gate words: words of pinned memory that streams wait for until the host writes them.
 
-Rule: a gate is one 32-bit word of pinned memory and a target; it is open once the word has reached the target, cyclically. The word
-never goes back: the next user's target is one more. So a word may be used again as soon as its gate is open, even while a slow
-stream has not looked yet.
+A gate is one 32-bit word and a target. It is open once the word has reached the target, in cyclic order. A word never decreases,
+and its next gate has the next target. So a word can be reused as soon as its gate is open, even if a stream still has to read it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 from kv_cache_manager_v2.extras.cuda_memory import CudaMemory
 
 WORD_BYTES: Final = 4
-BLOCK_BYTES: Final = 16 << 10  # of pinned memory, taken as gates are needed: enough for 4096 at once
+BLOCK_BYTES: Final = 16 << 10  # one allocation of pinned memory: words for 4096 gates
 WORD_LIMIT: Final = 1 << 32
 
 
@@ -25,11 +24,11 @@ class Word:
 
     def __init__(self, address: int, device_address: int) -> None:
         self.value: Final = ctypes.c_uint32.from_address(address)
-        self.device_address: Final = device_address  # as a stream's wait names it
-        self.last_target = 0  # of the latest gate made of this word
+        self.device_address: Final = device_address  # for the waits of streams
+        self.last_target = 0  # of the latest gate of this word
 
     def open(self, target: int) -> None:
-        """Let every stream through that waits for this target or an earlier one."""
+        """Open the gate with this target, and all earlier gates of the word."""
         self.value.value = target
 
 
@@ -39,12 +38,12 @@ class GateWords:
     def __init__(self, memory: CudaMemory) -> None:
         self._memory: Final = memory
         self._blocks: list[int] = []  # host addresses
-        self._idle: list[Word] = []  # their gates are open and forgotten
+        self._idle: list[Word] = []  # their gates are open and released
         self._lock = threading.Lock()
-        self._grow()  # now: later the driver might have to wait for work that is queued
+        self._grow()  # now: a later allocation might wait for queued work
 
     def take(self) -> tuple[Word, int]:
-        """A word and the target that it has not reached: a closed gate."""
+        """A closed gate: a word, and a target that it has not reached."""
         with self._lock:
             if not self._idle:
                 self._grow()
@@ -58,13 +57,13 @@ class GateWords:
         self._blocks.append(address)
         self._idle += [Word(address + at, device_address + at) for at in range(0, BLOCK_BYTES, WORD_BYTES)]
 
-    def give_back(self, word: Word) -> None:
-        """Return a word whose gate is open."""
+    def free(self, word: Word) -> None:
+        """Make a word with an open gate available again."""
         with self._lock:
             self._idle.append(word)
 
     def close(self) -> None:
-        """Free the memory; no stream waits any more."""
+        """Free the memory. No stream may wait for a gate."""
         with self._lock:
             blocks, self._blocks = self._blocks, []
             self._idle.clear()

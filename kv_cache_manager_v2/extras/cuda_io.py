@@ -1,8 +1,8 @@
-"""File transfers of the CUDA driver: when they start, and the gate that they open.
+"""File transfers of the CUDA driver: when they start, and how their gates open.
 
-Rule: a transfer goes to the pool of I/O threads when its stream has come to the place where it was submitted, and not before. A
-thread of ours finds that out by asking the streams' events, because a transfer must never run on a thread of the device's driver,
-and a pool thread that waited for one stream would be missing to the others.
+A transfer goes to the pool of I/O threads once its stream has reached the position where it was submitted. One thread polls the
+streams' events for this. A callback would run the transfer on CUDA's own thread, and a pool thread that waited for one stream would
+be missing for the others.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from kv_cache_manager_v2.extras.cuda_gates import GateWords, Word
 from kv_cache_manager_v2.extras.cuda_streams import CudaStreams
 from kv_cache_manager_v2.ids import Stream
 
-POLL_FIRST_SECONDS: Final = 0.00005  # between two looks at the events; doubled while none of them moves ...
-POLL_LAST_SECONDS: Final = 0.001  # ... up to this, which costs a waiting stream little and the interpreter next to nothing
-IDLE_SECONDS: Final = 3600.0  # a wait without an end in sight still wakes up now and then
+POLL_FIRST_SECONDS: Final = 0.00005  # between two polls of the events; doubled while none completes ...
+POLL_LAST_SECONDS: Final = 0.001  # ... up to this: a small delay for a stream at almost no cost
+IDLE_SECONDS: Final = 3600.0  # the longest single wait; a loop then waits again
 
 
 class CudaTransfer(Transfer):
-    """A transfer whose gate is a word that the device can see."""
+    """A transfer whose gate is a word in memory that the device can read."""
 
     def __init__(self, transfers: CudaTransfers, fd: int, offset: int, address: int, nbytes: int, writes: bool) -> None:
         super().__init__(fd, offset, address, nbytes, writes)
         self._transfers: Final = transfers
         self.word: Word
         self.target: int
-        self.word, self.target = transfers.words.take()  # the gate is open once the word has reached the target
-        self.refusal = ""  # why it shall not be carried out: the device failed before it
-        self.is_open = False  # the word was written; guarded, as the next, by the condition of all transfers
+        self.word, self.target = transfers.words.take()  # the gate opens when the word reaches the target
+        self.refusal = ""  # error text; set if the device failed before the transfer could start
+        self.is_open = False  # the word was written; guarded by `CudaTransfers._opened`, as `is_released` is
         self.is_released = False
 
     def perform(self) -> str:
@@ -47,19 +47,18 @@ class CudaTransfer(Transfer):
 
 
 class _Waiting:
-    """Transfers on their way to the pool, submitted together."""
+    """Transfers that were submitted together and wait for their stream."""
 
     def __init__(self, transfers: list[CudaTransfer], event: int, number: int) -> None:
         self.transfers: Final = transfers
-        self.event: Final = event  # recorded where the transfers were submitted
+        self.event: Final = event  # complete when the transfers may start
         self.number: Final = number  # in the order of submission
 
 
 class CudaTransfers:
     """All file transfers of a driver. Thread safe.
 
-    Transfers that become ready together start in the order in which they were submitted; a stream that stands still holds up no
-    other.
+    Transfers that become ready at the same time start in the order in which they were submitted. A blocked stream delays no other.
     """
 
     def __init__(self, streams: CudaStreams, words: GateWords, pool: TransferPool, move: FileMover = move_file_range) -> None:
@@ -70,9 +69,9 @@ class CudaTransfers:
         self.checksums: dict[int, FileChecksums] = {}  # by file descriptor
         self._gates: dict[int, CudaTransfer] = {}  # not yet released
         self._next_gate = 1
-        self._opened = threading.Condition()  # guards gates, their words and flags
-        self._moved = threading.Condition()  # guards what follows
-        self._lines: dict[Stream, deque[_Waiting]] = {}  # not ready when last looked at, by stream; no empty ones
+        self._opened = threading.Condition()  # guards `_gates`, and the words and flags of transfers
+        self._changed = threading.Condition()  # guards the following fields
+        self._waiting: dict[Stream, deque[_Waiting]] = {}  # by stream, in order; no empty deques
         self._next_number = 0
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -80,19 +79,19 @@ class CudaTransfers:
     # --- gates
 
     def gate(self, gate: int) -> CudaTransfer:
-        """The transfer behind a gate. Raises LogicError for one that was released or never existed."""
+        """The transfer of a gate. Raises LogicError if the gate was released or never existed."""
         transfer = self._gates.get(gate)
         if transfer is None:
-            raise LogicError(f"gate {gate} does not exist: it was released already or is no gate of this driver")
+            raise LogicError(f"gate {gate} does not exist: it was released, or this driver did not create it")
         return transfer
 
     def open(self, transfer: CudaTransfer) -> None:
-        """Let through who waits for the transfer."""
-        with self._opened:  # taking a lock after the pool gave one back also keeps the word behind the bytes that came before it
+        """Open the transfer's gate."""
+        with self._opened:  # taking the lock also orders the word after the transferred bytes
             transfer.word.open(transfer.target)
             transfer.is_open = True
             if transfer.is_released:
-                self.words.give_back(transfer.word)
+                self.words.free(transfer.word)
             self._opened.notify_all()
 
     def wait_open(self, transfer: CudaTransfer) -> None:
@@ -102,26 +101,26 @@ class CudaTransfers:
                 self._opened.wait()
 
     def release(self, gate: int) -> None:
-        """Forget a gate that is not pending."""
+        """Free a gate that is not pending."""
         with self._opened:
             transfer = self.gate(gate)
             if transfer.state == GATE_PENDING:
-                raise LogicError(f"gate {gate} is pending ({transfer.describe()}): it cannot be released before it opens")
+                raise LogicError(f"gate {gate} is pending ({transfer.describe()}); release it after it has opened")
             del self._gates[gate]
             transfer.is_released = True
             if transfer.is_open:
-                self.words.give_back(transfer.word)
+                self.words.free(transfer.word)
 
     # --- submission
 
     def submit(
         self, stream: Stream, fd: int, offsets: Sequence[int], addresses: Sequence[int], nbytes: int, writes: bool
     ) -> list[int]:
-        """Queue transfers of one size behind all work of the stream; returns their gates. All of them or, on an exception, none."""
+        """Queue transfers of one size after all work of the stream; returns their gates. On an exception, none is queued."""
         if self._closing:
-            raise LogicError("a file transfer was submitted to a driver that is closed")
+            raise LogicError("a file transfer was submitted to a closed driver")
         if len(offsets) != len(addresses):
-            raise LogicError(f"{len(offsets)} file offsets and {len(addresses)} addresses: give as many of one as of the other")
+            raise LogicError(f"{len(offsets)} file offsets and {len(addresses)} addresses: must be as many")
         if not offsets:
             return []
         event = self._streams.create_event()
@@ -135,21 +134,21 @@ class CudaTransfers:
         except BaseException:
             self._streams.destroy_event(event)
             for transfer in transfers:
-                self.words.give_back(transfer.word)
+                self.words.free(transfer.word)
             raise
         with self._opened:
             gates = list(range(self._next_gate, self._next_gate + len(transfers)))
             self._next_gate += len(transfers)
             self._gates.update(zip(gates, transfers, strict=True))
-        with self._moved:
+        with self._changed:
             self._next_number += 1
             waiting = _Waiting(transfers, event, self._next_number)
-            if stream not in self._lines and self._is_ready(waiting):
+            if stream not in self._waiting and self._is_ready(waiting):
                 self._pool.submit_all(list(transfers))
             else:
-                if not self._lines:
-                    self._moved.notify_all()
-                self._lines.setdefault(stream, deque()).append(waiting)
+                if not self._waiting:
+                    self._changed.notify_all()
+                self._waiting.setdefault(stream, deque()).append(waiting)
                 self._start_thread()
         return gates
 
@@ -160,64 +159,64 @@ class CudaTransfers:
 
     def _watch(self) -> None:
         pause = POLL_FIRST_SECONDS
-        with self._moved:
-            while self._lines or not self._closing:
-                if not self._lines:
-                    self._moved.wait(IDLE_SECONDS)
+        with self._changed:
+            while self._waiting or not self._closing:
+                if not self._waiting:
+                    self._changed.wait(IDLE_SECONDS)
                     pause = POLL_FIRST_SECONDS
                 elif self._hand_over():
                     pause = POLL_FIRST_SECONDS
                 else:
-                    self._moved.wait(pause)
+                    self._changed.wait(pause)
                     pause = min(2 * pause, POLL_LAST_SECONDS)
 
     def _hand_over(self) -> bool:
-        """Give to the pool what is ready; whether anything was. O(streams), plus O(1) for each that is."""
+        """Submit to the pool what is ready; whether anything was. O(streams with waiting transfers + ready transfers)."""
         ready: list[_Waiting] = []
-        for stream in list(self._lines):
-            line = self._lines[stream]
+        for stream in list(self._waiting):
+            line = self._waiting[stream]
             while line and self._is_ready(line[0]):
                 ready.append(line.popleft())
             if not line:
-                del self._lines[stream]
+                del self._waiting[stream]
         ready.sort(key=lambda waiting: waiting.number)
         for waiting in ready:
             self._pool.submit_all(list(waiting.transfers))
-        if ready and not self._lines:
-            self._moved.notify_all()
+        if ready and not self._waiting:
+            self._changed.notify_all()
         return bool(ready)
 
     def _is_ready(self, waiting: _Waiting) -> bool:
         try:
             if not self._streams.query_event(waiting.event):
                 return False
-        except KVCacheError as error:  # the device is lost: the transfers fail on the pool, and their gates open
+        except KVCacheError as error:  # the device is lost: the pool fails the transfers, which opens their gates
             for transfer in waiting.transfers:
                 transfer.refusal = f"not started, the device failed: {error}"
-        with contextlib.suppress(KVCacheError):  # as lost as the device; `close` will name the event
+        with contextlib.suppress(KVCacheError):  # the device is lost; `close` reports the event as a leak
             self._streams.destroy_event(waiting.event)
         return True
 
-    # --- the end
+    # --- closing
 
     def drain(self) -> None:
-        """Block until no gate is pending. What timed out may still run."""
-        with self._moved:
-            while self._lines:
-                self._moved.wait()
+        """Block until no gate is pending. Transfers that timed out may still run."""
+        with self._changed:
+            while self._waiting:
+                self._changed.wait()
         while not self._pool.wait_idle(IDLE_SECONDS):
             pass
 
     def close(self, time_limit: float) -> list[str]:
-        """Drain and end the threads; returns the gates never released and whether transfers still run, in words."""
+        """Drain and end the threads; returns a text for each gate not released, and one if transfers still run."""
         self.drain()
-        with self._moved:
+        with self._changed:
             self._closing = True
-            self._moved.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
         leaks = [f"gate {gate} of the {transfer.describe()}" for gate, transfer in self._gates.items()]
         if not self._pool.close(time_limit):
-            leaks.append("a file transfer that timed out and still runs, with its thread and its memory")
+            leaks.append("a file transfer that timed out and still runs on its thread")
         self._gates.clear()
         return leaks

@@ -1,7 +1,6 @@
-"""Device and host memory of one CUDA device, and a record of who holds what.
+"""Device and host memory of one CUDA device, with a record of what is allocated.
 
-Rule: what is taken is entered, what is given back is struck out; a range that was never taken is refused before the driver sees
-it, and what is left at the end is a leak with a name.
+A range that is not in the record is refused before CUDA sees it. What remains in the record at the end is reported as a leak.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from kv_cache_manager_v2.extras.cuda_context import SUCCESS, CudaContext
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUmemAccessDesc, CUmemAllocationProp, CUresult
 
-RDMA_REFUSALS: Final = (1, 800, 801)  # invalid value, not permitted, not supported: answers to a property that the system lacks
+RDMA_REFUSALS: Final = (1, 800, 801)  # invalid value, not permitted, not supported: results where GPUDirect RDMA is unavailable
 
 
-class Holdings:
-    """Handles of one kind that are taken and not yet given back, with their sizes."""
+class Allocations:
+    """The live handles of one kind, with their sizes."""
 
     def __init__(self, noun: str) -> None:
         self.noun: Final = noun
         self.live: dict[int, int] = {}  # handle or address -> bytes (0 for kinds without a size)
 
     def add(self, handle: int, nbytes: int = 0) -> None:
-        """Enter what was taken."""
+        """Add a new handle."""
         self.live[handle] = nbytes
 
     def require(self, handle: int, nbytes: int = 0) -> None:
-        """LogicError unless exactly this is held."""
-        held = self.live.get(handle)
-        if held is None:
-            raise LogicError(f"{self.noun} {handle:#x} is not held: it was given back already or never taken")
-        if held != nbytes:
-            raise LogicError(f"{self.noun} {handle:#x} has {held} bytes, {nbytes} were given back: give back the whole of it")
+        """Raise LogicError unless the handle is live and has this size."""
+        size = self.live.get(handle)
+        if size is None:
+            raise LogicError(f"{self.noun} {handle:#x} is unknown: it was freed already or never created")
+        if size != nbytes:
+            raise LogicError(f"{self.noun} {handle:#x} has {size} bytes, but {nbytes} were to be freed: free all of it")
 
-    def strike(self, handle: int) -> None:
-        """Strike out what was given back."""
+    def remove(self, handle: int) -> None:
+        """Remove a freed handle."""
         del self.live[handle]
 
     def leaks(self) -> list[str]:
-        """What is still held, in words."""
+        """A text for each live handle."""
         return [f"{self.noun} {handle:#x}" + (f" ({nbytes} bytes)" if nbytes else "") for handle, nbytes in self.live.items()]
 
 
@@ -71,12 +70,12 @@ class CudaMemory:
         self._register_flags = api.CU_MEMHOSTREGISTER_PORTABLE | api.CU_MEMHOSTREGISTER_DEVICEMAP
         self._pinned_flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
 
-        self._chunk: CUmemAllocationProp = api.CUmemAllocationProp()  # what every chunk is made like
+        self._chunk: CUmemAllocationProp = api.CUmemAllocationProp()  # properties of all chunks
         self._chunk.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._chunk.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._chunk.location.id = context.ordinal
         rdma = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        self._chunk.allocFlags.gpuDirectRDMACapable = 1 if context.attribute(rdma) else 0  # so that a network card may read pages
+        self._chunk.allocFlags.gpuDirectRDMACapable = 1 if context.attribute(rdma) else 0  # lets a network card read pages
         access: CUmemAccessDesc = api.CUmemAccessDesc()
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = context.ordinal
@@ -86,10 +85,10 @@ class CudaMemory:
         call = "cuMemGetAllocationGranularity"
         self.granularity: Final = context.value(call, api.cuMemGetAllocationGranularity(self._chunk, minimum))
 
-        self._reservations = Holdings("reservation at")
-        self._chunks = Holdings("chunk")
-        self._mappings = Holdings("mapping at")
-        self._registrations = Holdings("host registration at")
+        self._reservations = Allocations("reservation at")
+        self._chunks = Allocations("chunk")
+        self._mappings = Allocations("mapping at")
+        self._registrations = Allocations("host registration at")
 
     # --- device memory
 
@@ -100,13 +99,13 @@ class CudaMemory:
         return address
 
     def release_reservation(self, address: int, nbytes: int) -> None:
-        """Give back a whole reservation with nothing mapped in it."""
+        """Release a whole reservation, in which nothing is mapped."""
         self._reservations.require(address, nbytes)
         for mapped in self._mappings.live:
             if address <= mapped < address + nbytes:
                 raise LogicError(f"reservation at {address:#x} still has a chunk mapped at {mapped:#x}: unmap it first")
         self._context.check("cuMemAddressFree", self._cuMemAddressFree(address, nbytes))
-        self._reservations.strike(address)
+        self._reservations.remove(address)
 
     def create_chunk(self, nbytes: int) -> int:
         """Allocate physical device memory; returns its handle. Raises OutOfMemoryError."""
@@ -124,7 +123,7 @@ class CudaMemory:
         """Free physical memory that is mapped nowhere."""
         self._chunks.require(chunk, self._chunks.live.get(chunk, 0))
         self._context.check("cuMemRelease", self._cuMemRelease(chunk))
-        self._chunks.strike(chunk)
+        self._chunks.remove(chunk)
 
     def map_chunk(self, address: int, nbytes: int, chunk: int) -> None:
         """Map a whole chunk at an address inside a reservation."""
@@ -136,7 +135,7 @@ class CudaMemory:
         """Undo `map_chunk` of exactly this range."""
         self._mappings.require(address, nbytes)
         self._context.check("cuMemUnmap", self._cuMemUnmap(address, nbytes))
-        self._mappings.strike(address)
+        self._mappings.remove(address)
 
     def set_access(self, address: int, nbytes: int) -> None:
         """Let the device read and write a mapped range."""
@@ -163,14 +162,14 @@ class CudaMemory:
         )
 
     def host_unregister(self, address: int, nbytes: int) -> None:
-        """Undo `host_register` of exactly this range."""
+        """Unpin a range, exactly as it was registered."""
         self._registrations.require(address, nbytes)
         with self._context:
             self._context.check("cuMemHostUnregister", self._cuMemHostUnregister(address))
-        self._registrations.strike(address)
+        self._registrations.remove(address)
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """Pinned host memory of our own, zeroed: (its host address, the device's address of it)."""
+        """Allocate pinned host memory for the driver itself; returns its host address and its device address."""
         with self._context:
             address = self._context.value("cuMemHostAlloc", self._cuMemHostAlloc(nbytes, self._pinned_flags))
             call = "cuMemHostGetDevicePointer"
@@ -182,14 +181,14 @@ class CudaMemory:
         return address, device_address
 
     def free_pinned(self, address: int) -> None:
-        """Give back memory of `allocate_pinned`."""
+        """Free memory of `allocate_pinned`."""
         with self._context:
             self._context.check("cuMemFreeHost", self._cuMemFreeHost(address))
 
-    # --- the end
+    # --- closing
 
-    def give_back_all(self) -> list[str]:
-        """Give back whatever is still held, in the order that the driver demands; returns what it was, in words."""
+    def free_all(self) -> list[str]:
+        """Free all that is still allocated, in the order that CUDA requires; returns a text for each leak."""
         kinds = (self._registrations, self._mappings, self._chunks, self._reservations)
         leaks = [leak for kind in kinds for leak in kind.leaks()]
         for address, nbytes in list(self._registrations.live.items()):

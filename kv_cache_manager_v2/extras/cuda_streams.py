@@ -1,7 +1,7 @@
 """Streams, events and the work queued on streams of one CUDA device.
 
-Rule: streams and events are plain ints, and a stream may be the engine's own. Events carry no timing and are pooled; an event goes
-back to the pool only when it is complete, because a new event must be complete until it is recorded.
+Streams and events are CUDA handles as ints; a stream may be the engine's own. Events are created without timing and are pooled. An
+event returns to the pool only when it is complete, because a new event must be complete until it is recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.extras.cuda_context import SUCCESS, CudaContext
-from kv_cache_manager_v2.extras.cuda_memory import Holdings
+from kv_cache_manager_v2.extras.cuda_memory import Allocations
 from kv_cache_manager_v2.ids import Stream
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ log = logging.getLogger(__name__)
 ERROR_NOT_READY: Final = 600
 EVENT_POOL_LIMIT: Final = 1024  # idle events kept; the rest is destroyed
 POINTER_CACHE_LIMIT: Final = 1 << 16  # CUdeviceptr objects kept, about 150 bytes each
-LEGACY_STREAMS: Final = (0, 1)  # the legacy default stream under both its names: batch copies refuse it
-DEFAULT_STREAMS: Final = (*LEGACY_STREAMS, 2)  # and the default stream of the calling thread
+LEGACY_STREAMS: Final = (0, 1)  # both handles of the legacy default stream, which batch copies refuse
+DEFAULT_STREAMS: Final = (*LEGACY_STREAMS, 2)  # and the per-thread default stream
 
-# The first releases whose library has the entry point behind cuMemcpyBatchAsync: that of the bindings of CUDA 12, and that of 13.
+# The first CUDA releases with the entry point that cuMemcpyBatchAsync calls: in the bindings of CUDA 12, and in those of 13.
 BATCH_SINCE_12: Final = 12080
 BATCH_SINCE_13: Final = 13000
 
-IDENTITY_SINCE: Final = 12000  # the first release whose library tells streams apart
+IDENTITY_SINCE: Final = 12000  # the first CUDA release with cuStreamGetId
 
-# Host functions that are queued and have not run. They live here, and the one C callback with them, so that neither can vanish
-# while the driver still holds its address.
+# Host functions that are queued and have not run. They and the C callback are kept in the module, so that they live as long as CUDA
+# has their addresses.
 _queued_functions: dict[int, Callable[[], None]] = {}
 _function_keys = itertools.count(1)
 
@@ -45,7 +45,7 @@ def _run_queued(key: int | None) -> None:
     function = _queued_functions.pop(key or 0)
     try:
         function()
-    except BaseException:  # nobody above us could catch it: the caller is the driver's own thread
+    except BaseException:  # CUDA's own thread calls this function and cannot handle exceptions
         log.exception("a host function launched on a stream raised; the stream goes on")
 
 
@@ -54,7 +54,7 @@ _TRAMPOLINE_ADDRESS: Final = ctypes.cast(_TRAMPOLINE, ctypes.c_void_p).value or 
 
 
 class _Pointers(dict[int, "CUdeviceptr"]):
-    """CUdeviceptr objects by address. Batch copies take only such objects, and the addresses of slots come again and again."""
+    """A cache of CUdeviceptr objects by address. Batch copies need such objects, and the addresses of slots recur."""
 
     def __init__(self, make: type[CUdeviceptr]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Pointers(dict[int, "CUdeviceptr"]):
 
 
 class CudaStreams:
-    """Streams, events, copies and host functions; every handle is the driver's own, as an int."""
+    """Streams, events, copies and host functions. Every handle is CUDA's own, as an int."""
 
     def __init__(self, bindings: ModuleType, context: CudaContext) -> None:
         if TYPE_CHECKING:
@@ -88,10 +88,10 @@ class CudaStreams:
         self._cuMemcpyAsync = api.cuMemcpyAsync
         self._cuLaunchHostFunc = api.cuLaunchHostFunc
         self._stream_flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        # A host that waits for an event sleeps; the default would spin, and the I/O threads wait a lot.
+        # A thread that waits for an event sleeps instead of spinning, which would slow the I/O threads.
         self._event_flags = int(api.CUevent_flags.CU_EVENT_DISABLE_TIMING | api.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
         self._wait_flags = int(api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        # Of the stream memory operations of CUDA 12 and later only the 64-bit ones have an attribute; they are the rarer kind.
+        # Since CUDA 12 only 64-bit stream memory operations have an attribute. Devices that have these have 32-bit ones too.
         memory_operations = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
         self.can_wait_for_memory: Final = bool(context.attribute(memory_operations))
         since = BATCH_SINCE_13 if api.CUDA_VERSION >= BATCH_SINCE_13 else BATCH_SINCE_12
@@ -105,9 +105,9 @@ class CudaStreams:
         if self.has_identity:
             self._cuStreamGetId = api.cuStreamGetId
         self._pointers = _Pointers(api.CUdeviceptr)
-        self._streams = Holdings("stream")
-        self._events = Holdings("event")
-        self._idle_events: list[int] = []  # created, complete, with nobody
+        self._streams = Allocations("stream")
+        self._events = Allocations("event")
+        self._idle_events: list[int] = []  # created, complete and unused
 
     # --- streams
 
@@ -119,18 +119,18 @@ class CudaStreams:
         return Stream(stream)
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Give back a stream of `create_stream`; queued work still runs."""
+        """Destroy a stream of `create_stream`. Queued work still runs."""
         self._streams.require(stream)
         with self._context:
             self._context.check("cuStreamDestroy", self._cuStreamDestroy(stream))
-        self._streams.strike(stream)
+        self._streams.remove(stream)
 
     def stream_identity(self, stream: Stream) -> int:
-        """A positive number that no later stream with this handle has; 0 where the driver has no such number."""
+        """A positive number that no later stream with this handle has; 0 if CUDA has no such number."""
         if not self.has_identity:
             return 0
         result: tuple[object, int | None] = (None, None)
-        if stream not in DEFAULT_STREAMS:  # those are another stream's in each context, or thread
+        if stream not in DEFAULT_STREAMS:  # in each context or thread these are different streams
             result = self._cuStreamGetId(stream)
         if result[0] != SUCCESS:
             try:
@@ -153,31 +153,31 @@ class CudaStreams:
         return event
 
     def destroy_event(self, event: int) -> None:
-        """Give back an event: to the pool if it is complete, else to the driver, which frees it when it is."""
+        """Free an event: to the pool if it is complete; else CUDA destroys it once it is."""
         self._events.require(event)
         if len(self._idle_events) < EVENT_POOL_LIMIT and self._cuEventQuery(event)[0] == SUCCESS:
-            self._events.strike(event)
+            self._events.remove(event)
             self._idle_events.append(event)
             return
         self._destroy_event(event)
-        self._events.strike(event)
+        self._events.remove(event)
 
     def _destroy_event(self, event: int) -> None:
         with self._context:
             self._context.check("cuEventDestroy", self._cuEventDestroy(event))
 
     def record_event(self, event: int, stream: Stream) -> None:
-        """Mark the present end of the stream's queue."""
+        """Record the event at the end of the stream's queue."""
         with self._context:
             self._context.check("cuEventRecord", self._cuEventRecord(event, stream))
 
     def wait_event(self, stream: Stream, event: int) -> None:
-        """Let the stream wait for the event's latest record."""
+        """Make the stream wait for the event's latest record."""
         with self._context:
             self._context.check("cuStreamWaitEvent", self._cuStreamWaitEvent(stream, event, 0))
 
     def query_event(self, event: int) -> bool:
-        """Whether the event's latest record is complete. Needs no context, hence cheap enough to poll."""
+        """Whether the event's latest record is complete. Needs no context, so it is cheap to poll."""
         result = self._cuEventQuery(event)
         if result[0] == SUCCESS:
             return True
@@ -200,10 +200,10 @@ class CudaStreams:
             self._context.check("cuMemcpyAsync", self._cuMemcpyAsync(destination, source, nbytes, stream))
 
     def copy_batch(self, stream: Stream, destinations: list[int], sources: list[int], nbytes: int) -> None:
-        """Queue copies of `nbytes` each, unordered among each other: one driver call where there is one for it."""
+        """Queue copies of `nbytes` each, which run in any order. One CUDA call, where a batch copy is available."""
         count = len(destinations)
         if count != len(sources):
-            raise LogicError(f"a batch has {count} destinations and {len(sources)} sources: give as many of one as of the other")
+            raise LogicError(f"a batch has {count} destinations and {len(sources)} sources: must be as many")
         if count == 0 or nbytes == 0:
             return
         with self._context:
@@ -218,13 +218,13 @@ class CudaStreams:
             self._context.check("cuMemcpyBatchAsync", result)
 
     def wait_for_value(self, stream: Stream, device_address: int, value: int) -> None:
-        """Let the stream wait until the 32-bit word at the address is not cyclically before `value`."""
+        """Make the stream wait until the 32-bit word at the address reaches `value` in cyclic order."""
         with self._context:
             result = self._cuStreamWaitValue32(stream, device_address, value, self._wait_flags)
             self._context.check("cuStreamWaitValue32", result)
 
     def launch(self, stream: Stream, function: Callable[[], None]) -> None:
-        """Queue a host function. It runs on a thread of the driver and must make no device calls; what it raises is logged."""
+        """Queue a host function. It runs on a thread of CUDA and must make no CUDA calls. Its exceptions are logged."""
         key = next(_function_keys)
         _queued_functions[key] = function
         try:
@@ -234,10 +234,10 @@ class CudaStreams:
             del _queued_functions[key]
             raise
 
-    # --- the end
+    # --- closing
 
-    def give_back_all(self) -> list[str]:
-        """Destroy all streams and events; returns those that their owners should have given back, in words."""
+    def free_all(self) -> list[str]:
+        """Destroy all streams and events; returns a text for each that its owner did not free."""
         leaks = self._streams.leaks() + self._events.leaks()
         for stream in list(self._streams.live):
             self.destroy_stream(Stream(stream))

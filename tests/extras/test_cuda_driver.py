@@ -108,7 +108,7 @@ class TestUnavailable:
 
     def test_an_ordinal_beyond_the_visible_devices(self) -> None:
         """The error says how many there are."""
-        with pytest.raises(DeviceUnavailableError, match="device 2 was asked for and 2 are visible"):
+        with pytest.raises(DeviceUnavailableError, match="device 2 was requested and 2 are visible"):
             CudaDriver(2, bindings=StandIn(devices=2).module())
 
     def test_a_device_without_virtual_memory_management(self) -> None:

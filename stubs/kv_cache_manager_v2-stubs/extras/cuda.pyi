@@ -1,7 +1,7 @@
 """The CUDA driver: `Driver` on a real GPU, through `cuda.bindings.driver`.
 
-Rule: this file only composes. What a call means to the device is in cuda_memory and cuda_streams, how files move is in cuda_io; no
-file above the seam knows that any of them exists. Importing it needs no package and no GPU, making a `CudaDriver` needs both.
+This file only forwards calls: memory is in cuda_memory, streams and copies are in cuda_streams, file transfers in cuda_io.
+Importing it needs neither the cuda package nor a GPU; creating a `CudaDriver` needs both.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,15 @@ from kv_cache_manager_v2.device.file_transfers import DEFAULT_IO_THREADS, DEFAUL
 from kv_cache_manager_v2.ids import Stream
 
 class CudaDriver(IdentifyingDriver):
-    """A GPU. Streams are the driver's handles as ints, so an engine's own (torch's `stream.cuda_stream`) can be passed.
+    """A GPU. Streams are CUDA handles as ints, so an engine can pass its own, such as torch's `stream.cuda_stream`.
 
-    device: ordinal among the visible GPUs. bindings: a module to use in place of `cuda.bindings.driver`. io_threads: how many file
-    transfers run at once. transfer_timeout: seconds from a file transfer's start until its gate opens as GATE_TIMED_OUT.
-    move: what moves the bytes of a file range.
+    `device` is an ordinal among the visible GPUs, and `bindings` a module to use instead of `cuda.bindings.driver`. `io_threads`
+    file transfers run at once. `transfer_timeout` is their time limit in seconds. `move` transfers the bytes of a file range.
 
     Raises DeviceUnavailableError if the device cannot be initialised. Thread safe.
 
-    On a device without stream memory operations (the driver's own answer), `wait_gate` blocks the calling thread until the gate
-    opens. A host function would keep the stream waiting just as well, but all host functions share one thread of the driver, and
-    one that waits for a file could stand in front of the one that the file waits for.
+    If the device has no stream memory operations, `wait_gate` blocks the calling thread until the gate opens. A host function that
+    waits could deadlock: all host functions share one thread of CUDA, so it could delay one that the file transfer waits for.
     """
 
     def __init__(
@@ -79,4 +77,4 @@ class CudaDriver(IdentifyingDriver):
     def gate_error(self, gate: int) -> str: ...
     def release_gate(self, gate: int) -> None: ...
     def close(self) -> None:
-        """Finish all work and give everything back, leaks included; raises LogicError naming them. A second call does nothing."""
+        """Finish all work and free everything. Raises LogicError with a list of leaks; a second call does nothing."""
