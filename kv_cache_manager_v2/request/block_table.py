@@ -43,6 +43,15 @@ class BlockTable:
         start, end = self.life_cycle.stale(history)
         return max(self.stale_end, start), min(end, len(self.pages))
 
+    def add_live_pages(self, live: list[Page]) -> None:
+        """Append the pages of live blocks, in their order."""
+        pages = self.pages
+        if self.stale_start < self.stale_end:
+            pages = pages[: self.stale_start] + pages[self.stale_end :]
+        for page in pages:
+            if page is not None:
+                live.append(page)
+
     # --- blocks
 
     def append(self, page: Page | None) -> None:
@@ -74,13 +83,15 @@ class BlockTable:
         self.row.set(ordinal, page.slot)
 
     def end_page(self, ordinal: int, active: bool, point: Point) -> None:
-        """Unlock or release the page of a block, if it has one; `point` is the end of the request's work on it."""
+        """Unlock or release the page of a block, if it has one; `point` is the end of the request's work on it.
+
+        The entry of the row stays: the caller blanks or cuts the row at once, which is much cheaper.
+        """
         page = self.pages[ordinal]
         if page is None:
             return
         self.pages[ordinal] = None
-        if active and self.is_live(ordinal):
-            self.row.set(ordinal, BAD_PAGE_INDEX)
+        if active and not self.stale_start <= ordinal < self.stale_end:
             self.hierarchy.unlock(page, point)
         else:
             self.hierarchy.release(page)

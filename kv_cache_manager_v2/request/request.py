@@ -24,7 +24,7 @@ from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import LogicError, PageDataLostError
-from kv_cache_manager_v2.ids import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, TOKEN_ID_LIMIT, Point, Stream
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, TOKEN_ID_LIMIT, Point, Stream
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.manager_state import ManagerState
@@ -142,6 +142,19 @@ class Request:
         """
         live: list[Page] = []
         tables = self.tables
+        if len(tables) == 1:  # the common case: a plain loop over one list
+            tables[0].add_live_pages(live)
+            live.reverse()
+        else:
+            self._add_live_pages(live)
+        for recurrent in self.recurrent_states():
+            if recurrent.page is not None:
+                live.append(recurrent.page)
+        return live
+
+    def _add_live_pages(self, live: list[Page]) -> None:
+        """Of several tables, block by block."""
+        tables = self.tables
         start, end = 0, NEVER  # blocks that are stale in every table
         for table in tables:
             start = max(start, table.stale_start)
@@ -156,10 +169,6 @@ class Request:
                 if page is not None and not table.stale_start <= ordinal < table.stale_end:
                     live.append(page)
             ordinal -= 1
-        for recurrent in self.recurrent_states():
-            if recurrent.page is not None:
-                live.append(recurrent.page)
-        return live
 
     def holds_scratch(self) -> bool:
         for table in self.main_tables:  # noqa: SIM110 (as a loop: any() would make a generator)
@@ -287,6 +296,7 @@ class Request:
             self.exchange_pages(ordinal, beam)
         for table in self.tables[len(self.main_tables) :]:
             table.end_page(ordinal, True, point)
+            table.row.set(ordinal, BAD_PAGE_INDEX)
 
     # --- statistics
 
