@@ -1,7 +1,7 @@
 """Life cycles: how long the pages of a kind of layer are needed.
 
 Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method here; no other code asks
-which kind it has. Another kind is a subclass, and a maker for the layers that have it (`register_life_cycle`). Ranges are half-open
+for the class. Another kind is a subclass, and a maker for the layers that have it (`register_life_cycle`). Ranges are half-open
 pairs of block ordinals, (b, b) when empty.
 
 The first query of the next step is at position h, the history. So a window of W tokens needs the positions h + 1 - W .. h, of which
