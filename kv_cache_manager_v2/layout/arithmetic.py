@@ -1,7 +1,4 @@
-"""Integer arithmetic that all rooms share.
-
-Rule: sizes and counts are exact ints; no float takes part in a decision about memory.
-"""
+"""Exact integer arithmetic for sizes and counts. No decision about memory uses floats."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ _Id = TypeVar("_Id", bound=SupportsIndex)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Smallest integer not below a / b, for b > 0."""
+    """The smallest integer that is at least a / b, for b > 0."""
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
-    """Smallest multiple of b not below a, for b > 0."""
+    """The smallest multiple of b that is at least a, for b > 0."""
     return -(-a // b) * b
 
 
 def round_down(a: int, b: int) -> int:
-    """Largest multiple of b not above a, for b > 0."""
+    """The largest multiple of b that is at most a, for b > 0."""
     return a // b * b
 
 
@@ -38,7 +35,7 @@ def round_half_even(a: int, b: int) -> int:
 
 
 def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
-    """a / b, which must leave no rest. Raises ConfigError otherwise."""
+    """a / b. Raises ConfigError if a is not a multiple of b."""
     whole_a, whole_b = whole(a, "a"), whole(b, "b")
     if whole_b == 0 or whole_a % whole_b != 0:
         raise ConfigError(f"{whole_a} is not a multiple of {whole_b}")
@@ -46,19 +43,19 @@ def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
 
 
 def typed_range(*bounds: _Id) -> Sequence[_Id]:
-    """`range(*bounds)`, of the type of its bounds for a type checker: for loops over what a NewType counts."""
+    """`range(*bounds)` whose items have the type of the bounds, for loops over ids of a NewType."""
     if not 1 <= len(bounds) <= 3:
         raise ConfigError(f"typed_range takes 1 to 3 bounds, not {len(bounds)}")
     numbers = [whole(bound, "a bound") for bound in bounds]
     if len(numbers) == 3 and numbers[2] == 0:
-        raise ConfigError("the step of typed_range is 0; it must not be")
+        raise ConfigError("the step of typed_range is 0; give any other integer")
     return cast("Sequence[_Id]", range(*numbers))
 
 
 class HalfOpenRange:
-    """The integers beg, beg+1, ..., end-1; none if end <= beg. All empty ranges are equal.
+    """The integers from beg to end - 1; none if end <= beg. All empty ranges are equal.
 
-    Not a tuple: a compiled tuple subclass would lose its own length and truth value.
+    Not a tuple: a compiled subclass of tuple cannot define its length and truth value.
     """
 
     def __init__(self, beg: SupportsIndex, end: SupportsIndex) -> None:
@@ -75,7 +72,7 @@ class HalfOpenRange:
         return isinstance(item, int) and self.beg <= item < self.end
 
     def __iter__(self) -> Iterator[int]:
-        """Unpacks as (beg, end), as the reference's named tuple does; iterate `range(*r)` for the members."""
+        """Iterates over (beg, end), so that a range unpacks into its bounds. `range(*r)` iterates over the members."""
         return iter((self.beg, self.end))
 
     def __eq__(self, other: object) -> bool:

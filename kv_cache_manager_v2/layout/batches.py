@@ -1,7 +1,7 @@
 """How many slots a batch of requests needs.
 
-Rule: what requests share is counted once. The blocks of the common prompt count once as long as any request still needs them;
-beyond that, each request pays for its own blocks, less those that fell out of every window, less those that borrow scratch slots.
+Blocks of the common prompt count once, as long as some request needs them. Beyond them each request needs slots for its own blocks,
+except stale blocks, and blocks that share scratch slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _overlap(first: tuple[int, int], second: tuple[int, int]) -> int:
 
 
 def _shared_blocks(cycle: LifeCycle, batch: BatchDesc, prompt_blocks: int) -> int:
-    """Blocks of the common prompt that at least one request still needs."""
+    """Blocks of the common prompt that are not stale for every request."""
     beg, end = 0, prompt_blocks
     for request in batch.kv_caches:
         stale_beg, stale_end = cycle.stale(request.history_length)
@@ -29,7 +29,7 @@ def request_slots(layout: StorageLayout, life_cycle: int, request: KVCacheDesc, 
     """Slots of one life cycle that a request needs beyond the common prompt, scratch slots included."""
     cycle = layout.life_cycles[life_cycle]
     if not cycle.is_attention:
-        return 1  # its live state, also with no token at all
+        return 1  # its live state, even without any token
     history, capacity = request.history_length, request.capacity
     prompt = (0, prompt_blocks)
     stale = cycle.stale(history)
@@ -38,7 +38,7 @@ def request_slots(layout: StorageLayout, life_cycle: int, request: KVCacheDesc, 
         return max(0, own)
     scratch = cycle.scratch(history, capacity, layout.max_rewind)
     scratch_blocks = _overlap(scratch, scratch)
-    # Scratch lies beyond the history, stale blocks before it: only blocks of a prompt not yet computed could be subtracted twice.
+    # Scratch blocks are after the history and stale blocks before it, so only blocks of the prompt could be subtracted twice.
     own -= scratch_blocks - _overlap(scratch, prompt)
     return max(0, own) + layout.scratch_slots(life_cycle, scratch_blocks)
 
@@ -63,31 +63,30 @@ def batch_slots(layout: StorageLayout, batch: BatchDesc) -> list[int]:
 
 
 class ResumeNeeds:
-    """Slots, by pool group, that a batch needs until all of its requests run, from a cached common prompt on."""
+    """Slots, by pool group, that a batch with a cached common prompt needs until all of its requests are active."""
 
     def __init__(self, num_pool_groups: int) -> None:
-        self.running = [0] * num_pool_groups  # in use when all run, and when one of them waits again
-        self.waiting = [0] * num_pool_groups  # in use when all but one run, whichever that is: the gate lets it pass
-        self.starting = [0] * num_pool_groups  # ... and what it takes more, while it copies what it will write into
+        self.running = [0] * num_pool_groups  # when all requests are active
+        self.waiting = [0] * num_pool_groups  # when all but one are, whichever that is: subject to the limit for resuming it
+        self.starting = [0] * num_pool_groups  # while that one resumes: with the copies of what it will write to
 
 
 def resume_needs(layout: StorageLayout, config: KVCacheManagerConfig, batch: BatchDesc) -> ResumeNeeds:
-    """What it takes to start a batch whose common prompt is in the cache.
+    """The slots that it takes to resume all requests of a batch whose common prompt is cached.
 
-    Running requests are as described, or at the match, which takes no more pages of their own. A waiting one may still need prompt
-    blocks that fell out of the others' windows. The block that its match ends in and its recurrent state are there twice while it
-    starts: cached, and copied.
+    An active request has the given lengths, or fewer pages just after its match. A suspended one may need prompt blocks that are
+    stale for the others. While it resumes, its recurrent state and the block of a partial match exist twice: cached and copied.
     """
     needs = ResumeNeeds(layout.num_pool_groups)
     count = len(batch.kv_caches)
-    own_of = [[0] * layout.num_pool_groups for _request in range(count)]  # what each has alone once it runs
-    waits_of = [[0] * layout.num_pool_groups for _request in range(count)]  # what it copies from, if no other request needs that
-    copies_of = [[0] * layout.num_pool_groups for _request in range(count)]
+    own_of = [[0] * layout.num_pool_groups for _request in range(count)]  # pages of each request alone, once it is active
+    waits_of = [[0] * layout.num_pool_groups for _request in range(count)]  # pages that it copies from and no other request needs
+    copies_of = [[0] * layout.num_pool_groups for _request in range(count)]  # pages that it copies to
     size = layout.tokens_per_block
     for cycle in layout.life_cycles:
         group = layout.pool_group_of[cycle.index]
-        shared: list[tuple[int, int]] = []  # prompt blocks that those who run need
-        start: list[tuple[int, int]] = []  # and those who wait
+        shared: list[tuple[int, int]] = []  # prompt blocks that active requests need
+        start: list[tuple[int, int]] = []  # prompt blocks that suspended requests need
         for number, request in enumerate(batch.kv_caches):
             if not cycle.is_attention:
                 own_of[number][group] += 1
@@ -109,22 +108,22 @@ def resume_needs(layout: StorageLayout, config: KVCacheManagerConfig, batch: Bat
         needs.running[group] += _covered(shared)
         needs.waiting[group] += _covered(shared + start)
     for pool_group in range(layout.num_pool_groups):
-        everybody = sum([own_of[number][pool_group] for number in range(count)])
+        all_own = sum([own_of[number][pool_group] for number in range(count)])
         prompt = needs.waiting[pool_group]
-        needs.running[pool_group] += everybody
+        needs.running[pool_group] += all_own
         needs.waiting[pool_group] = 0
         for number in range(count):
-            waiting = prompt + everybody - own_of[number][pool_group] + waits_of[number][pool_group]
+            waiting = prompt + all_own - own_of[number][pool_group] + waits_of[number][pool_group]
             needs.waiting[pool_group] = max(needs.waiting[pool_group], waiting)
             needs.starting[pool_group] = max(needs.starting[pool_group], waiting + copies_of[number][pool_group])
     return needs
 
 
 def _found(layout: StorageLayout, config: KVCacheManagerConfig, request: KVCacheDesc, prompt: int) -> tuple[int, int]:
-    """The least and the most tokens of the prompt with which a request starts; it is given what it takes of its own with the least.
+    """The least and the most tokens of the common prompt that a request can match.
 
-    One that is no longer than the prompt computes its last token itself; but windows and recurrent layers keep nothing for a
-    shorter prompt. Without partial reuse, only a prompt that ends there finds the end of this one.
+    A request within the prompt computes its own last token, and with windows or recurrent layers it may match nothing. Without
+    partial reuse only whole blocks are certain to match.
     """
     short = request.capacity <= prompt
     most = max(0, request.capacity - 1) if short else prompt
@@ -137,13 +136,13 @@ def _found(layout: StorageLayout, config: KVCacheManagerConfig, request: KVCache
 
 
 def _live(cycle: LifeCycle, history: int, blocks: int) -> list[tuple[int, int]]:
-    """Those of the first so many blocks that are needed at a history."""
+    """The ranges of the first `blocks` blocks that are not stale at this history."""
     beg, end = cycle.stale(history)
     return [(0, min(beg, blocks)), (end, blocks)]
 
 
 def _covered(ranges: list[tuple[int, int]]) -> int:
-    """Blocks in any of the ranges."""
+    """The number of blocks in the union of the ranges."""
     count = 0
     reached = 0
     for beg, end in sorted(ranges):
@@ -155,7 +154,7 @@ def _covered(ranges: list[tuple[int, int]]) -> int:
 
 
 def by_pool_group(layout: StorageLayout, by_life_cycle: list[int]) -> list[int]:
-    """Sum counts of life cycles over those that share a pool group."""
+    """Sums of counts over the life cycles of each pool group."""
     sums = [0] * layout.num_pool_groups
     for life_cycle, count in enumerate(by_life_cycle):
         sums[layout.pool_group_of[life_cycle]] += count
@@ -163,7 +162,7 @@ def by_pool_group(layout: StorageLayout, by_life_cycle: list[int]) -> list[int]:
 
 
 def length_bytes(layout: StorageLayout, history: int, capacity: int) -> list[int]:
-    """Bytes that one request of this shape takes, by pool group; at least one slot of each life cycle."""
+    """Bytes of a request with these lengths, by pool group; at least one slot for each life cycle."""
     sums = [0] * layout.num_pool_groups
     for cycle in layout.life_cycles:
         pool_group = layout.pool_group_of[cycle.index]
@@ -171,9 +170,8 @@ def length_bytes(layout: StorageLayout, history: int, capacity: int) -> list[int
     return sums
 
 
-def settled_slots(layout: StorageLayout, tokens: int) -> list[int]:
-    """Slots, by pool group, of one request whose `tokens` tokens are all settled; with scratch reuse also enough to prefill them in
-    one step, since that is what scratch is for."""
+def history_slots(layout: StorageLayout, tokens: int) -> list[int]:
+    """Slots, by pool group, of one request with a history of `tokens`; with scratch reuse also enough to prefill it in one step."""
     slots: list[int] = []
     for cycle in layout.life_cycles:
         need = cycle.blocks(tokens, tokens)

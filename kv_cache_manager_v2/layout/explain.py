@@ -1,7 +1,4 @@
-"""Why the memory of a configuration is divided as it is, as tables to read.
-
-Rule: nothing is decided here. What is shown is what `sizing` and `pools` computed, with the reasons that they noted.
-"""
+"""Tables that explain how a configuration's memory is divided. They show results and reasons of `sizing` and `pools`."""
 
 from __future__ import annotations
 
@@ -25,36 +22,36 @@ class SizingRow(NamedTuple):
 
     level: int
     pool_group: PoolGroupId
-    layer_groups: tuple[LayerGroupId, ...]  # that share its slots
+    layer_groups: tuple[LayerGroupId, ...]  # those that share its slots
     slot_bytes: int  # of all its pools together
-    floor: int  # slots that it must have
-    share_asked: float  # of the bytes, 0..1
+    floor: int  # the fewest slots that it may have
+    share_asked: float  # of the level's bytes, 0 to 1
     slots: int
     slots_bytes: int  # bytes of the slots, before rounding to grains
     share: float  # of the bytes of all slots of the level
-    decided_by: str  # the floor, or which part of the configuration the shares follow
+    decided_by: str  # the floor, or the part of the configuration that gave the shares
 
 
 class SizingLevel(NamedTuple):
-    """One level: from the quota asked for to what its slots use."""
+    """One level: its quota and the bytes that its slots use."""
 
     level: int
     tier: CacheTier
-    asked: int  # bytes
-    quota: int  # in whole grains, raised to the minimum where that is more
-    minimum: int  # the floors, in whole grains
+    asked: int  # configured bytes
+    quota: int  # bytes, rounded up to whole grains and raised to the minimum
+    minimum: int  # bytes of the floors, in whole grains
     granularity: int  # bytes of a grain
-    used: int  # bytes of the grains that the slots occupy; no pool group gets one more slot out of the rest
+    used: int  # bytes of the grains that the slots occupy; the rest is too small for one more slot
     rows: tuple[SizingRow, ...]  # by pool group
 
     @property
     def raised(self) -> bool:
-        """Whether the quota asked for was below the minimum."""
+        """Whether the configured quota was below the minimum."""
         return self.asked < self.minimum and self.quota == self.minimum
 
 
 class SizingTable:
-    """How each quota became slots; `str` prints it."""
+    """How the quota of each level is divided into slots. `str()` returns a readable table."""
 
     def __init__(self, levels: list[SizingLevel], group_names: list[str]) -> None:
         self.levels = levels  # warm to cold
@@ -65,7 +62,7 @@ class SizingTable:
 
     @property
     def rows(self) -> list[SizingRow]:
-        """Of all levels, level by level."""
+        """The rows of all levels, level by level."""
         return [row for level in self.levels for row in level.rows]
 
     def __str__(self) -> str:
@@ -91,9 +88,9 @@ class SizingTable:
 
 
 def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
-    """How the quota of each tier of a configuration becomes slots, by pool group, and what bounds it. Takes no memory.
+    """How the quota of each level is divided into slots of pool groups, and why. Allocates no cache memory.
 
-    A quota below its minimum is shown raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
+    A quota below its minimum is raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
     """
     given = instance(config, KVCacheManagerConfig, "config")
     layout = build_layout(given)
@@ -164,7 +161,7 @@ def _describe_level(level: SizingLevel) -> str:
 
 
 def _align(table: list[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell; numbers to the right, the texts of the second and the last to the left."""
+    """The rows as lines with aligned columns: the second and the last to the left, the others to the right."""
     widths = [max([len(row[column]) for row in table]) for column in range(len(table[0]))]
     lines: list[str] = []
     for row in table:
@@ -177,7 +174,7 @@ def _align(table: list[tuple[str, ...]]) -> list[str]:
 
 
 def human_bytes(count: int) -> str:
-    """In the largest unit of which there is at least one."""
+    """A size as text, in the largest unit in which it is at least 1."""
     scaled = float(count)
     unit = 0
     while scaled >= 1024.0 and unit < len(UNITS) - 1:
@@ -190,7 +187,7 @@ def human_bytes(count: int) -> str:
 
 
 def draw_layout(layout: StorageLayout) -> str:
-    """Where each buffer lies: by pool group and pool, one line for each layer group that shares the slots."""
+    """The position of each buffer in a slot, as text: by pool group and pool, one line for each layer group."""
     lines: list[str] = []
     for group, desc in enumerate(layout.slot_descs):
         lines.append(f"pool group {group}")

@@ -1,19 +1,19 @@
-"""From slot ids to page indices to addresses, as an attention kernel counts them.
+"""Page indices: how an attention kernel finds a block's buffer from its slot id.
 
-Rule: byte offsets are Python ints and never wrap; page indices are int32, and what does not fit is refused, not wrapped.
+Byte offsets are Python ints and cannot overflow. Page indices are int32; larger ones raise ConfigError.
 
-A kernel addresses a buffer as base + stride * index. With S buffers in the coalesced buffer, the buffer at position k, and e
-repetitions of the buffer's own blocks in one block, slot b has the indices
+A kernel addresses a buffer as base + stride * index. Let a coalesced buffer have S buffers, with this one at position k, and let
+one block hold e of the buffer's own, smaller blocks. Slot b then has the indices
 
     SHARED     (b * S) * e + i          base = pool base + offset of the buffer; all layers of a group use equal indices
     PER_LAYER  (b * S + k) * e + i      base = pool base
 
-for i = 0 .. e-1, and a block without a page has e times BAD.
+for i = 0 to e - 1. A block without a page has BAD e times.
 
-A *scratch* block has no slot: while one layer runs, it borrows parts of slots that serve several blocks. If the layer has u of the
-S buffers, at positions k0 .. k0 + u - 1, the p-th block of the scratch range keeps the buffer at position k in part
-t = p * u + (k - k0), counted through the scratch slots from each slot's part k0 on: slot t // S, part (t + k0) mod S. So no two
-buffers of a layer ever meet, whatever u and S are, and q blocks need ceil(q * u / S) slots.
+Scratch blocks share slots: a slot of S buffer positions holds buffers of several blocks, of one layer at a time. Let the layer
+have u of the S buffers, from position k0 on. The buffer at position k of the p-th scratch block has number t = p * u + (k - k0).
+It is in scratch slot t // S at position (t + k0) mod S. So no two buffers of a layer overlap, and q blocks need ceil(q * u / S)
+slots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
 
 
 class ScratchDesc:
-    """The scratch blocks of one request in one layer group, and the slots that they share. Truthy iff there are any blocks."""
+    """The scratch blocks of one request in one layer group, and the slots that they share. False if there are no blocks."""
 
     def __init__(self, range: HalfOpenRange, slot_ids: Integers) -> None:
         self.range: HalfOpenRange = instance(range, HalfOpenRange, "range")  # block ordinals
@@ -70,14 +70,14 @@ class PageIndexConverter:
     def __init__(self, place: BufferPlace, scratch_enabled: bool = False) -> None:
         self.scale: int = place.scale  # buffers in the coalesced buffer
         self.layer_offset: int = place.position  # the buffer's position among them
-        self.expansion: int = place.expansion  # page indices for each block
+        self.expansion: int = place.expansion  # page indices of each block
         self.layer_util: int = place.layer_util  # buffers of the layer in the coalesced buffer
         self.layer_first: int = place.layer_first  # position of the first of them
-        self.scratch_enabled = scratch_enabled  # then the caller must say the mode: the common default would be wrong
+        self.scratch_enabled = scratch_enabled  # if so, the caller must pass the mode, as the default would be wrong
 
     @property
     def scratch_pages_per_block(self) -> int:
-        """Buffers of the layer in the coalesced buffer: parts of a slot that a scratch block takes."""
+        """Buffers of the layer in the coalesced buffer: positions of a scratch slot that one block takes."""
         return self.layer_util
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -99,10 +99,10 @@ class PageIndexConverter:
         scratch: ScratchDesc | None = None,
         mode: PageIndexMode | SupportsIndex | None = None,
     ) -> array[int]:
-        """Page indices as int32, `expansion` for each base index; any negative base index gives BAD. O(result).
+        """Page indices as int32, `expansion` for each base index; BAD for a negative base index. O(result).
 
-        `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED where scratch blocks may
-        occur, if the scratch slots are too few for their blocks, or if an index does not fit int32.
+        `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED although scratch blocks
+        may occur, if there are too few scratch slots, or if an index does not fit int32.
         """
         wanted = page_index_mode_or_none(index_mode if mode is None else renamed("mode", "index_mode", mode), "index_mode")
         borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
@@ -125,7 +125,7 @@ class PageIndexConverter:
             raise ConfigError(f"page index {max(pages)} does not fit int32, whose largest value is {INT32_MAX}") from None
 
     def _place_scratch(self, pages: list[int], scratch: ScratchDesc) -> None:
-        """Overwrite the pages of scratch blocks, as far as the list reaches."""
+        """Overwrite the indices of scratch blocks that are in the list."""
         beg = scratch.range.beg
         end = min(scratch.range.end, len(pages))
         scale, util, first = self.scale, self.layer_util, self.layer_first
@@ -133,7 +133,7 @@ class PageIndexConverter:
         needed = ceil_div((end - beg) * util, scale) if end > beg else 0
         if len(slots) < needed:
             raise ConfigError(
-                f"{end - beg} scratch blocks of {util} of {scale} parts each need {needed} slots, "
+                f"{end - beg} scratch blocks of {util} buffers each need {needed} slots of {scale} buffers, "
                 f"but the descriptor has {len(slots)}; pass the one of the request's present lengths"
             )
         part = self.layer_offset - first
@@ -142,7 +142,7 @@ class PageIndexConverter:
             part += util
 
     def _expand(self, pages: list[int]) -> list[int]:
-        """Each page index as `expansion` consecutive ones of the buffer's own, smaller blocks."""
+        """Replace each index by `expansion` consecutive ones, for the buffer's own, smaller blocks."""
         expansion = self.expansion
         expanded: list[int] = []
         repetitions = list(range(expansion))
@@ -160,7 +160,7 @@ def _converter(
     scale: int, layer_offset: int, expansion: int, layer_util: int, layer_first: int, scratch_enabled: bool
 ) -> PageIndexConverter:
     """The converter with these attributes."""
-    place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))  # which is of no account here
+    place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))  # a converter does not use these ids
     place.scale = scale
     place.position = layer_offset
     place.expansion = expansion
@@ -170,21 +170,21 @@ def _converter(
 
 
 def _as_list(indices: object) -> list[int]:
-    """A list of plain ints; buffers (array, memoryview, numpy) are unpacked in one go, and so are lists checked."""
+    """The indices as a list of ints. Buffers (array, memoryview, numpy), lists and tuples are converted in one call."""
     try:
         if isinstance(indices, (list, tuple, array)):
             return array("q", indices).tolist()
         if not isinstance(indices, (str, bytes, bytearray)):
             return array("q", memoryview(indices)).tolist()  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, NotImplementedError):  # no buffer, or of something else: look at each item
+    except (TypeError, ValueError, OverflowError, NotImplementedError):  # not a buffer of integers: check each item
         pass
     return [at_least(item, "base_indices", -WORD_LIMIT) for item in each_of(indices, "base_indices", "integers")]
 
 
 def page_index_upper_bound(layout: StorageLayout, place: BufferPlace, num_slots: int) -> int:
-    """Exclusive bound of a buffer's SHARED page indices, counted from its own base address to the end of its pool.
+    """The number of SHARED page indices from a buffer's base address to the end of its pool.
 
-    A tensor of this many pages over the buffer's base address stays inside the pool.
+    A tensor of this many pages at the buffer's base address stays inside the pool.
     """
     slot_bytes = layout.slot_sizes[place.pool_group][place.pool]
     return (slot_bytes // place.size * num_slots - place.position) * place.expansion
@@ -196,7 +196,7 @@ def buffer_base(place: BufferPlace, pool_base: int, mode: PageIndexMode) -> int:
 
 
 def resolve_mode(layout: StorageLayout, mode: PageIndexMode | None) -> PageIndexMode:
-    """The mode that a caller means. Raises ConfigError if it is left out although scratch reuse is on."""
+    """The mode, SHARED by default. Raises ConfigError if it is missing and scratch reuse is on."""
     if mode is not None:
         return mode
     if layout.max_rewind is not None:

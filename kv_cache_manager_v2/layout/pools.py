@@ -1,12 +1,12 @@
 """From a model's buffers to slots: buffers -> coalesced buffers -> pools -> pool groups.
 
-Rule: what is always allocated together lies together. Within a layer group (life cycle), buffers of equal size are laid side by
-side in one *coalesced buffer*; each coalesced buffer has a pool of its own, the largest first. Layer groups whose pools have equal
-slot sizes share a *pool group*. A *slot* is one id, good in every pool of its group: slot i is the i-th piece of each pool.
+Within a layer group (life cycle), buffers of equal size are contiguous and form a *coalesced buffer*. Each coalesced buffer has a
+pool of its own, the largest first. Layer groups whose pools have equal slot sizes share a *pool group*. A *slot* is one id for all
+pools of its group: slot i is the i-th element of each pool.
 
-A real one: layers 0 and 2 with full attention, 1 and 3 with a window of 1024 tokens, 64 KiB of keys and of values and 2 KiB of
-scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Each buffer is preceded by its
-offset in bytes. The slots of pool group 0 are interchangeable between layer groups 0 and 1. (`explain.draw_layout` draws this.)
+An example, as `explain.draw_layout` draws it. Layers 0 and 2 have full attention, layers 1 and 3 a window of 1024 tokens. For each
+block each of them has 64 KiB of keys and of values, and 2 KiB of scales of both. Layer 4 is recurrent, with 256 KiB of state and 24
+KiB of convolution inputs. A buffer's offset in bytes precedes its name. Layer groups 0 and 1 share the slots of pool group 0.
 
     pool group 0
       pool 0, 262144 bytes a slot
@@ -21,12 +21,12 @@ offset in bytes. The slots of pool group 0 are interchangeable between layer gro
       pool 1, 24576 bytes a slot
         layer group 2  | 0: 4 conv |
 
-The bytes of buffer (2, value) for a block in slot i are the 65536 at base of pool 0 + i * 262144 + 196608. `pool_group_descs` of a
-manager say all this with addresses: `PoolGroupDesc` (num_slots; pools with base and slot bytes; a `SlotDesc` with one
-`SlotDescVariant` for each layer group, whose i-th `CoalescedBuffer` lies in the i-th pool).
+Buffer (2, value) of a block in slot i has 65536 bytes at base of pool 0 + i * 262144 + 196608. A manager's `pool_group_descs` has
+all this with addresses: each `PoolGroupDesc` has num_slots, its pools with base and slot bytes, and a `SlotDesc`. That has one
+`SlotDescVariant` for each layer group, whose i-th `CoalescedBuffer` is in the i-th pool.
 
-A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) repeats `expansion` times in a slot; its size here is that
-of all repetitions.
+A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) occurs `expansion` times in a slot; its size here includes
+all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kv_cache_manager_v2.layout.life_cycle import LifeCycle, make_life_cycle
 
 
 class BufferId(NamedTuple):
-    """Names one buffer of the model; equal to the plain tuple (layer, role)."""
+    """Identifies one buffer of the model. Equal to the tuple (layer, role)."""
 
     layer_id: LayerId
     role: DataRole
@@ -63,9 +63,9 @@ class PoolDesc:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class CoalescedBuffer:
-    """Buffers of equal size that lie side by side in a slot of one pool."""
+    """Contiguous buffers of equal size in the slots of one pool."""
 
-    single_buffer_size: int  # bytes of each
+    single_buffer_size: int  # bytes of each buffer
     buffer_ids: tuple[BufferId, ...]  # in order of their offsets
 
     @property
@@ -74,7 +74,7 @@ class CoalescedBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes of them all, which is the pool's slot size."""
+        """Bytes of all its buffers: the slot size of the pool."""
         return self.single_buffer_size * len(self.buffer_ids)
 
 
@@ -88,14 +88,14 @@ class SlotDescVariant:
 
     @property
     def slot_size_list(self) -> tuple[int, ...]:
-        """Slot bytes in each pool; equal for all variants of a pool group."""
+        """Bytes of a slot in each pool. Equal for all variants of a pool group."""
         return tuple([coalesced.size for coalesced in self.coalesced_buffers])
 
 
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class SlotDesc:
-    """What a slot of a pool group may hold: one variant for each layer group that shares it."""
+    """The contents of a slot of a pool group: one variant for each layer group that shares it."""
 
     variants: tuple[SlotDescVariant, ...]
 
@@ -107,7 +107,7 @@ class SlotDesc:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PoolGroupDesc:
-    """A pool group on the GPU: how many slots, what they hold, and where its pools lie."""
+    """A pool group on the GPU: its number of slots, their contents, and the addresses of its pools."""
 
     pool_group_index: PoolGroupId
     num_slots: int
@@ -116,18 +116,18 @@ class PoolGroupDesc:
 
 
 class BufferPlace:
-    """Where a buffer lies in the slots of its layer group."""
+    """The position of a buffer in the slots of its layer group."""
 
     def __init__(self, life_cycle: LifeCycleId, pool_group: PoolGroupId, pool: PoolId) -> None:
         self.life_cycle = life_cycle
         self.pool_group = pool_group
         self.pool = pool
         self.offset = 0  # bytes from the start of the slot, in this pool
-        self.size = 0  # bytes, all repetitions
-        self.expansion = 1  # repetitions: the buffer's own, smaller blocks in one block
+        self.size = 0  # bytes, with all its `expansion` smaller blocks
+        self.expansion = 1  # the buffer's own, smaller blocks in one block
         self.scale = 1  # buffers in the coalesced buffer
-        self.position = 0  # which of them this is: offset / size
-        self.layer_util = 1  # how many of them belong to this buffer's layer; they lie side by side
+        self.position = 0  # index among them: offset / size
+        self.layer_util = 1  # how many of them belong to this buffer's layer; these are contiguous
         self.layer_first = 0  # position of the first of those
 
     @property
@@ -137,18 +137,18 @@ class BufferPlace:
 
 
 class StorageLayout:
-    """The arithmetic of a model's memory, fixed by its configuration. Lists by pool group unless said."""
+    """The division of a model's memory, fixed by its configuration. Lists are by pool group unless the comment says otherwise."""
 
     def __init__(self, tokens_per_block: int, life_cycles: list[LifeCycle], max_rewind: int | None) -> None:
         self.tokens_per_block = tokens_per_block
         self.life_cycles = life_cycles  # by LifeCycleId
         self.ssm: LifeCycle | None = None  # the one life cycle of all recurrent layers
-        self.max_rewind = max_rewind  # SWA scratch reuse: tokens at a step's end that never lie in scratch; None: scratch is off
+        self.max_rewind = max_rewind  # tokens at a step's end that are never scratch; None: no scratch reuse
         self.pool_group_of: list[PoolGroupId] = []  # by life cycle
         self.members: list[list[LifeCycleId]] = []  # life cycles that share the pool group
         self.slot_sizes: list[list[int]] = []  # bytes of a slot in each pool, largest first
         self.slot_descs: list[SlotDesc] = []
-        self.index_span: list[int] = []  # most page indices that one slot takes in any buffer's numbering
+        self.index_span: list[int] = []  # the most page indices of one slot, over all buffers
         self.layer_ids: list[LayerId] = []  # in the configuration's order
         self.all_buffer_ids: list[BufferId] = []  # in the configuration's order
         self.layers_of: list[list[LayerId]] = [[] for _lc in life_cycles]  # by life cycle
@@ -169,23 +169,23 @@ class StorageLayout:
         return sum(self.slot_sizes[pool_group])
 
     def frac_max(self, life_cycle: int) -> tuple[int, int]:
-        """Largest part of a pool's slot that one layer fills, as (numerator, denominator): what a scratch block takes of a slot."""
+        """The largest fraction of a slot that one layer uses, as (numerator, denominator): the part that a scratch block takes."""
         return self._frac_max[life_cycle]
 
     def scratch_slots(self, life_cycle: int, num_blocks: int) -> int:
-        """Slots that so many scratch blocks share, exactly."""
+        """The number of slots that this many scratch blocks share."""
         numerator, denominator = self._frac_max[life_cycle]
         return ceil_div(num_blocks * numerator, denominator)
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """Raises UnknownBufferError for a layer that the configuration does not have."""
+        """The life cycle of a layer. Raises UnknownBufferError for a layer that is not configured."""
         life_cycle = self._life_cycle_of.get(layer)
         if life_cycle is None:
             raise UnknownBufferError(f"layer {layer} is not configured; the layers are {self.layer_ids}")
         return life_cycle
 
     def place(self, layer: LayerId, role: DataRole) -> BufferPlace:
-        """Where a buffer lies. Raises UnknownBufferError for a layer or role that the configuration does not have."""
+        """The position of a buffer. Raises UnknownBufferError for a layer or role that is not configured."""
         found = self._places.get(BufferId(layer, role))
         if found is None:
             self.life_cycle_of_layer(layer)
@@ -194,11 +194,11 @@ class StorageLayout:
         return found
 
     def max_slots(self, pool_group: int) -> int:
-        """Most slots whose page indices fit int32 in every numbering of the group's buffers."""
+        """The most slots with which all page indices of the group's buffers fit int32."""
         return (INT32_MAX + 1) // self.index_span[pool_group]
 
     def check_invariants(self) -> None:
-        """Assert that every buffer lies inside its slot, exactly once, and that the groups agree with their variants."""
+        """Assert that every buffer is in its slot exactly once, and that pool groups and variants agree."""
         assert sorted([lc for group in self.members for lc in group]) == list(range(len(self.life_cycles)))
         for life_cycle, group_of_it in enumerate(self.pool_group_of):
             assert life_cycle in self.members[group_of_it]
@@ -219,12 +219,12 @@ class StorageLayout:
 
 
 class _Coalescing:
-    """One life cycle's buffers of equal expanded size, while they are collected."""
+    """Collects buffers of equal total size of one life cycle."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.buffers: list[BufferId] = []
-        self.expansions: list[int] = []  # by buffer: equal sizes may come of unequal repetitions
+        self.expansions: list[int] = []  # by buffer; they may differ although the sizes are equal
 
     def total(self) -> int:
         return self.size * len(self.buffers)
@@ -279,7 +279,7 @@ def _utilisation(coalescing: _Coalescing) -> dict[LayerId, int]:
 
 
 def build_layout(config: KVCacheManagerConfig) -> StorageLayout:
-    """Lay out a model's memory. Raises ConfigError for an invalid configuration. O(buffers)."""
+    """Compute the division of a model's memory. O(buffers). Raises ConfigError for an invalid configuration."""
     config.validate()
     life_cycles, of_layer = _make_life_cycles(config)
     scratch = config.swa_scratch_reuse
@@ -318,7 +318,7 @@ def build_layout(config: KVCacheManagerConfig) -> StorageLayout:
 def _place_variant(
     layout: StorageLayout, life_cycle: LifeCycleId, pool_group: PoolGroupId, pools: list[_Coalescing]
 ) -> SlotDescVariant:
-    """Give each buffer of a life cycle its place, and describe the slot."""
+    """Set the position of each buffer of a life cycle; returns the description of its slots."""
     described: list[CoalescedBuffer] = []
     for pool, coalescing in enumerate(pools):
         scale = len(coalescing.buffers)

@@ -1,8 +1,8 @@
-"""How a tier's quota becomes slot counts.
+"""Divides the quota of a level into slots of its pool groups.
 
-Rule: memory is bought in *grains* (the tier's granularity), and no decision about it is taken in floats. A quota is rounded up to
-whole grains and split by weight; the floors win over the weights; what rounding leaves over is handed out until not one more slot
-of any pool group fits. The split is a function of its arguments alone, so repeating it never loses a grain.
+Memory is allocated in *grains*, units of the tier's granularity, with exact arithmetic. A quota is rounded up to whole grains and
+divided by weight. Each pool group gets at least its *floor*, the fewest slots that it may have. Grains left over by rounding are
+distributed until no pool group can have one more slot. The result depends on the arguments alone, so repetition loses no grain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kv_cache_manager_v2.config import BatchDesc, KVCacheDesc, KVCacheManagerCon
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import GPU_LEVEL, CacheLevel, CacheTier
 from kv_cache_manager_v2.layout.arithmetic import ceil_div, round_half_even, round_up
-from kv_cache_manager_v2.layout.batches import batch_slots, by_pool_group, length_bytes, resume_needs, settled_slots
+from kv_cache_manager_v2.layout.batches import batch_slots, by_pool_group, history_slots, length_bytes, resume_needs
 from kv_cache_manager_v2.layout.pools import StorageLayout
 
 logger: Final = logging.getLogger(__name__)
 
-DEFAULT_REQUEST: Final = (2049, 2048)  # capacity, history of the one request that sizes the pools when nothing is configured
+DEFAULT_REQUEST: Final = (2049, 2048)  # capacity, history of a request that sizes the pools by default
 
-# Where a level's weights came from (LevelSizing.weights_from).
+# The origin of a level's weights (LevelSizing.weights_from).
 FROM_RATIO: Final = "initial_pool_ratio"
 FROM_TYPICAL_STEP: Final = "typical_step"
 FROM_CONSTRAINTS: Final = "constraints"
@@ -33,31 +33,31 @@ FROM_TUNING: Final = "sampled lengths"
 
 
 class LevelSizing:
-    """How one level's quota became slots, and what bound it. Lists by pool group."""
+    """How the quota of one level is divided into slots, and why. Lists are by pool group."""
 
     def __init__(self, tier: CacheTier, asked: int, quota: int, granularity: int) -> None:
         self.tier = tier
         self.asked = asked  # bytes, as configured or passed to a resize
-        self.quota = quota  # bytes, rounded up to the granularity, and raised to the minimum where that is more
-        self.granularity = granularity  # bytes of a grain; fixed for the level's life, since physical chunks have this size
+        self.quota = quota  # bytes, rounded up to the granularity and raised to the minimum
+        self.granularity = granularity  # bytes of a grain; never changes, since physical chunks have this size
         self.slots: list[int] = []
-        self.weights: list[float] = []  # shares asked for; sum 1
+        self.weights: list[float] = []  # requested shares; sum 1
         self.weights_from = FROM_DEFAULT
-        self.floors: list[int] = []  # slots that the level must have
-        self.minimum_quota = 0  # bytes: the floors, in whole grains
-        self.pinned: list[bool] = []  # whether the floor, not the weight, decided
+        self.floors: list[int] = []  # the fewest slots that each may have
+        self.minimum_quota = 0  # bytes of the floors, in whole grains
+        self.pinned: list[bool] = []  # whether the floor, not the weight, decided the slots
 
     def pool_bytes(self, layout: StorageLayout) -> list[int]:
-        """Bytes of the slots, by pool group, before rounding to grains."""
+        """Bytes of the slots, by pool group, not rounded to grains."""
         return [count * layout.slot_bytes(pool_group) for pool_group, count in enumerate(self.slots)]
 
     def used_quota(self, layout: StorageLayout) -> int:
-        """Bytes of the grains that the slots occupy; the rest of the quota holds no further slot of any pool group."""
+        """Bytes of the grains that the slots occupy. The rest of the quota is too small for one more slot."""
         grains = [grains_for_slots(count, layout.slot_sizes[pg], self.granularity) for pg, count in enumerate(self.slots)]
         return sum(grains) * self.granularity
 
     def with_slots(self, layout: StorageLayout, slots: list[int]) -> LevelSizing:
-        """This sizing, for a level that has fewer slots: the device did not give their memory back."""
+        """This sizing with fewer slots, for a level that lost memory in a failed resize."""
         smaller = LevelSizing(self.tier, self.asked, self.quota, self.granularity)
         smaller.weights = self.weights
         smaller.weights_from = self.weights_from
@@ -77,7 +77,7 @@ class LevelSizing:
 
 
 def grains_for_slots(num_slots: int, slot_sizes: list[int], granularity: int) -> int:
-    """Grains that the pools of one group need for so many slots."""
+    """Grains that the pools of one group need for this many slots."""
     grains = 0
     for size in slot_sizes:
         grains += ceil_div(num_slots * size, granularity)
@@ -85,9 +85,9 @@ def grains_for_slots(num_slots: int, slot_sizes: list[int], granularity: int) ->
 
 
 def grains_to_slots(grains: int, slot_sizes: list[int], granularity: int) -> int:
-    """Most slots that fit so many grains, each pool in grains of its own; exact. O(pools * log(grains))."""
+    """The most slots that fit this many grains; pools share no grain. O(pools * log(grains))."""
     total = sum(slot_sizes)
-    # n slots need at least n * total / g grains, and at most one more for each pool.
+    # n slots of `total` bytes need at least n * total / granularity grains, and at most one more for each pool.
     low = max(0, (grains - len(slot_sizes)) * granularity // total)
     high = max(0, grains * granularity // total)
     while low < high:
@@ -100,20 +100,20 @@ def grains_to_slots(grains: int, slot_sizes: list[int], granularity: int) -> int
 
 
 def min_quota(slot_sizes: list[list[int]], floors: list[int], granularity: int) -> int:
-    """Bytes without which a level cannot have its floors."""
+    """The smallest quota with which a level can have its floors."""
     return sum([grains_for_slots(floor, sizes, granularity) for floor, sizes in zip(floors, slot_sizes, strict=True)]) * granularity
 
 
-# --- splitting a quota
+# --- dividing a quota
 
 
 def split_quota(
     quota: int, granularity: int, slot_sizes: list[list[int]], weights: Sequence[float], min_slots: list[int]
 ) -> list[int]:
-    """Slots for each pool group: by weight, never below the floors, and nothing left over that one more slot could use.
+    """Slots of each pool group: divided by weight, at least the floors, with no grains left over for one more slot.
 
-    Raises ConfigError if the quota is no multiple of the granularity, a weight is not positive, or the floors do not fit. At most
-    one round for each pool group. Rounding is half to even; ties between groups go to the earlier one.
+    Rounds half to even; ties between groups go to the earlier one. O(pool groups squared) besides the grains left over. Raises
+    ConfigError if the quota is not a multiple of the granularity, a weight is not positive, or the floors do not fit.
     """
     _check_split(quota, granularity, slot_sizes, weights, min_slots)
     shares = integer_weights(weights)
@@ -123,13 +123,13 @@ def split_quota(
     while len(active) > 0:
         proposed = _propose(budget, granularity, slot_sizes, shares, active)
         pinned = [group for group in active if proposed[group] <= min_slots[group]]
-        settled = active if len(pinned) == 0 else pinned  # those at their floor leave first; the rest share what remains anew
-        for group in settled:
+        fixed = active if len(pinned) == 0 else pinned  # first fix groups at their floors; the others share the rest anew
+        for group in fixed:
             wanted = max(proposed[group], min_slots[group])
             grains = grains_for_slots(wanted, slot_sizes[group], granularity)
             slots[group] = grains_to_slots(grains, slot_sizes[group], granularity)
             budget -= grains
-        active = [group for group in active if group not in settled]
+        active = [group for group in active if group not in fixed]
     assert budget >= 0
     _hand_out(budget, granularity, slot_sizes, shares, slots)
     return slots
@@ -142,17 +142,17 @@ def _check_split(quota: int, granularity: int, slot_sizes: list[list[int]], weig
         )
     if len(weights) != len(slot_sizes) or len(min_slots) != len(slot_sizes):
         raise ConfigError(
-            f"{len(weights)} weights and {len(min_slots)} floors for {len(slot_sizes)} pool groups; give one of each for each"
+            f"{len(weights)} weights and {len(min_slots)} floors for {len(slot_sizes)} pool groups; pass one of each for each group"
         )
     if not all(0.0 < weight < math.inf for weight in weights):
-        raise ConfigError(f"weights of the pool groups must be positive, but are {list(weights)}")
+        raise ConfigError(f"the weights of the pool groups are {list(weights)}; all must be positive and finite")
     needed = min_quota(slot_sizes, min_slots, granularity)
     if quota < needed:
-        raise ConfigError(f"insufficient quota: {quota} bytes, but the least number of slots {min_slots} needs {needed} bytes")
+        raise ConfigError(f"insufficient quota: {quota} bytes, but the floors {min_slots} need {needed} bytes")
 
 
 def _propose(budget: int, granularity: int, slot_sizes: list[list[int]], shares: list[int], active: list[int]) -> list[int]:
-    """Slots by weight alone. The lightest group chooses first, so that what it cannot use flows to heavier ones."""
+    """Slots by weight alone. The smallest weight comes first, so that larger ones get the grains that it cannot use."""
     proposed = [0] * len(slot_sizes)
     remaining = sum([shares[group] for group in active])
     for _share, group in sorted([(shares[group], group) for group in active]):
@@ -164,7 +164,7 @@ def _propose(budget: int, granularity: int, slot_sizes: list[list[int]], shares:
 
 
 def _hand_out(budget: int, granularity: int, slot_sizes: list[list[int]], shares: list[int], slots: list[int]) -> None:
-    """Spend left-over grains, one step of one group at a time: always for the group that has least for its weight."""
+    """Distribute the grains left over, each time to the group that has the fewest bytes for its weight."""
     totals = [sum(sizes) for sizes in slot_sizes]
     while True:
         chosen = -1
@@ -184,14 +184,14 @@ def _hand_out(budget: int, granularity: int, slot_sizes: list[list[int]], shares
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Integers in exactly the proportions of positive, finite floats."""
+    """Integers in the exact proportions of positive, finite floats."""
     ratios = [float(weight).as_integer_ratio() for weight in weights]
     common = math.lcm(*[denominator for _numerator, denominator in ratios])
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def normalised(amounts: Sequence[int]) -> list[float]:
-    """Shares of a total, each rounded once; equal shares of nothing."""
+    """The amounts as fractions of their sum; equal fractions if the sum is 0."""
     total = sum(amounts)
     if total == 0:
         return [1.0 / len(amounts)] * len(amounts)
@@ -202,7 +202,7 @@ def normalised(amounts: Sequence[int]) -> list[float]:
 
 
 def structural_slots(layout: StorageLayout) -> list[int]:
-    """Slots, by pool group, without which a single request could deadlock."""
+    """The fewest slots, by pool group, with which a single request cannot deadlock."""
     widest = 0
     for cycle in layout.life_cycles:
         if cycle.window_size is not None:
@@ -213,9 +213,8 @@ def structural_slots(layout: StorageLayout) -> list[int]:
 def min_slots(layout: StorageLayout, config: KVCacheManagerConfig, level: CacheLevel = GPU_LEVEL) -> list[int]:
     """The floors of a level, by pool group.
 
-    On the GPU a constraint's slots are raised by 1 / max_util_for_resume: its last request is resumed only while utilisation is
-    below that. They are enough for all of its requests to be resumed, from the common prompt in the cache, in any order. A
-    constraint says nothing about colder levels, which only must be able to take in what a single request holds.
+    On the GPU they are enough to resume all requests of each constraint, in any order, from a cached common prompt. They include
+    the slots that must stay free because of max_util_for_resume. Colder levels only need what a single request holds.
     """
     floors = structural_slots(layout)
     if level == GPU_LEVEL:
@@ -230,12 +229,12 @@ def min_slots(layout: StorageLayout, config: KVCacheManagerConfig, level: CacheL
 
 
 def exact_fraction(value: float) -> tuple[int, int]:
-    """The decimal number that a user wrote, as (numerator, denominator): 0.97 is 97/100, which its binary float is not."""
+    """The decimal number that a user wrote, as (numerator, denominator): 97/100 for 0.97, which a float only approximates."""
     return Fraction(repr(float(value))).as_integer_ratio()
 
 
 def initial_weights(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[list[float], str]:
-    """Shares of the pool groups, and which part of the configuration they follow."""
+    """Shares of the pool groups, and the part of the configuration that they come from."""
     ratio = config.initial_pool_ratio
     if ratio is not None:
         weights = [0.0] * layout.num_pool_groups
@@ -251,12 +250,12 @@ def initial_weights(layout: StorageLayout, config: KVCacheManagerConfig) -> tupl
 
 
 def _slot_weights(layout: StorageLayout, slots: list[int]) -> list[float]:
-    """Shares of bytes, exact: not rounded to grains first, which would distort small models. No group's share is 0."""
+    """Shares of bytes, before rounding to grains, which would distort small models. No share is 0."""
     return normalised([max(1, count) * layout.slot_bytes(pool_group) for pool_group, count in enumerate(slots)])
 
 
 def weights_from_length(layout: StorageLayout, history: int, capacity: int) -> list[float]:
-    """Shares of bytes that one request of this shape takes. A capacity below the history is raised to it, with a warning."""
+    """Shares of bytes of one request with these lengths. A capacity below the history is raised to it, with a warning."""
     if capacity < history:
         logger.warning("capacity %d is below the history %d; raised to it", capacity, history)
         capacity = history
@@ -267,10 +266,10 @@ def weights_from_length(layout: StorageLayout, history: int, capacity: int) -> l
 
 
 def size_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> list[LevelSizing]:
-    """Slot counts of all levels, warm to cold.
+    """Slots of all levels, warm to cold.
 
-    Raises ConfigError if a quota is below its minimum and `strict_quota` is set (otherwise it is raised, with one warning that
-    names both figures), or if page indices of the GPU's slots would not fit int32.
+    A quota below its minimum is raised to it, with one warning. Raises ConfigError instead if `strict_quota` is set, and if page
+    indices of the GPU's slots would not fit int32.
     """
     sizings, raised = plan_levels(layout, config)
     if len(raised) > 0:
@@ -283,7 +282,7 @@ def size_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> list[Lev
 
 
 def plan_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[list[LevelSizing], list[str]]:
-    """The sizing of each level, and a sentence for each quota that is below its minimum, raised to it here."""
+    """The sizing of each level, and a sentence for each quota that was raised to its minimum."""
     weights, weights_from = initial_weights(layout, config)
     sizings: list[LevelSizing] = []
     raised: list[str] = []
@@ -304,7 +303,7 @@ def plan_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[li
 def make_sizing(
     layout: StorageLayout, sizing: LevelSizing, weights: list[float], weights_from: str, floors: list[int]
 ) -> LevelSizing:
-    """Fill in slots and the reasons for them, for a quota that is already in whole grains."""
+    """Fill in the slots and their reasons, for a quota in whole grains."""
     sizing.weights = list(weights)
     sizing.weights_from = weights_from
     sizing.floors = list(floors)
@@ -324,9 +323,9 @@ def make_sizing(
 def resized(
     layout: StorageLayout, current: LevelSizing, quota: int | None = None, weights: list[float] | None = None
 ) -> LevelSizing:
-    """The sizing of a level after a new quota, new weights, or both; `current` is left alone.
+    """The sizing of a level with a new quota, new weights, or both. Does not change `current`.
 
-    Raises ConfigError if the quota is below the level's minimum (a resize never raises it), or page indices outgrow int32.
+    Raises ConfigError if the quota is below the level's minimum, or if page indices would not fit int32.
     """
     asked = current.asked if quota is None else quota
     rounded = current.quota if quota is None else round_up(quota, current.granularity)
@@ -345,25 +344,25 @@ def resized(
 
 
 def check_index_range(layout: StorageLayout, slots: list[int]) -> None:
-    """Raise ConfigError if a page index of any buffer could pass 2**31 - 1: kernels read them as int32."""
+    """Raise ConfigError if page indices of some buffer would not fit int32, the type that kernels read."""
     for pool_group, count in enumerate(slots):
         limit = layout.max_slots(pool_group)
         if count > limit:
             raise ConfigError(
                 f"pool group {pool_group} would get {count} slots of {layout.index_span[pool_group]} page indices each, "
-                f"more than int32 can count; at most {limit} slots are possible: lower the GPU quota or use larger blocks"
+                f"more than fit int32; at most {limit} slots are possible: lower the GPU quota or use larger blocks"
             )
 
 
-# --- how long a sequence can become
+# --- the longest possible sequence
 
 
 def clamp_max_seq_len(layout: StorageLayout, slots: list[int], batch_size: int, upper: int, max_util: float = 1.0) -> int:
-    """Largest sequence length, not above `upper`, that one request of a batch can reach while the others hold one token each.
+    """The longest history, at most `upper`, of one request of a batch whose other requests have one token each.
 
-    Counts settled tokens; SSM slots; with scratch reuse, a prefill in one step. All requests must fit, and all but the last to be
-    resumed must leave the utilisation at or below `max_util`, else that last one would wait for ever. Returns `upper`, or a
-    multiple of the block length, or 0. Raises ConfigError if batch_size < 1 or upper < 0. O(life cycles * log(upper)).
+    All requests must fit the slots, with scratch reuse also during a prefill in one step. All but one may use at most `max_util` of
+    the slots, since the last one could not be resumed otherwise. Returns `upper`, a multiple of the block length, or 0. O(life
+    cycles * log(upper)). Raises ConfigError if batch_size < 1 or upper < 0.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
@@ -384,8 +383,8 @@ def clamp_max_seq_len(layout: StorageLayout, slots: list[int], batch_size: int, 
 
 
 def _seq_len_fits(layout: StorageLayout, slots: list[int], batch_size: int, tokens: int, max_util: float) -> bool:
-    longest = settled_slots(layout, tokens)
-    shortest = settled_slots(layout, 1)
+    longest = history_slots(layout, tokens)
+    shortest = history_slots(layout, 1)
     numerator, denominator = exact_fraction(max_util)
     for pool_group, there in enumerate(slots):
         if longest[pool_group] + (batch_size - 1) * shortest[pool_group] > there:

@@ -1,11 +1,11 @@
-"""From the lengths that requests really had to the shares that the pool groups should have.
+"""Computes the pool groups' shares of a level from the sampled lengths of requests.
 
-Rule: the target of a level is what an adjustment would give it, floors and grains included, so a level that its floors hold fast is
-never reported as mismatched. Nothing here reads a clock of its own or moves memory: the same samples give the same targets.
+The target of a level is the exact result of an adjustment, with floors and grains. So a level whose floors leave no choice is never
+reported as mismatched. Equal samples and clock values give equal targets; this file moves no memory.
 
-A closed request contributes the squares of its mean capacity and mean history (long requests fill pools, so they count more), a
-created one the length that it could reuse. The GPU is shaped for the typical running request; colder levels for what is reused, as
-they hold nothing else for long.
+A closed request contributes the squares of its mean capacity and mean history: long requests fill pools, so they count more. A new
+request contributes the length that it can reuse. GPU shares fit the typical active request; shares of colder levels fit what is
+reused, since they keep little else for long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing, resized, weights_from
 
 
 class MovingAverage:
-    """A mean in which a sample's weight falls by `decay` with each later one; the first samples count as in a plain mean."""
+    """An exponential moving average without bias from a start value: the first samples count as in a plain mean."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -34,14 +34,14 @@ class MovingAverage:
 
 
 class Tuner:
-    """Samples lengths, and says when the levels should be re-proportioned and how."""
+    """Samples lengths, and decides when the levels should be divided anew and how."""
 
     def __init__(
         self, layout: StorageLayout, config: KVCacheManagerConfig, sizings: list[LevelSizing], clock: Callable[[], float]
     ) -> None:
         self.layout = layout
-        self.clock = clock  # seconds, never going back
-        self.sizings = list(sizings)  # by level: how each one is divided at present
+        self.clock = clock  # monotonic, in seconds
+        self.sizings = list(sizings)  # by level, as at present
         self.min_samples = config.rebalance_min_sampled_kv_caches
         self.cooldown_secs = config.rebalance_cooldown_secs
         self.update_interval = config.rebalance_target_ratio_update_interval
@@ -50,22 +50,22 @@ class Tuner:
         self.reused = MovingAverage(decay)  # tokens
         self.capacity_squared = MovingAverage(decay)  # tokens squared
         self.history_squared = MovingAverage(decay)
-        self.num_samples = 0  # closed requests so far; at min_samples an adjustment becomes possible
+        self.num_samples = 0  # closed requests so far; an adjustment needs min_samples of them
         self.last_adjustment_time = clock()
-        self.gpu_weights: list[float] | None = None  # shares to aim at, by pool group; None until samples gave some
-        self.cold_weights: list[float] | None = None  # the same for all colder levels
+        self.gpu_weights: list[float] | None = None  # target shares by pool group; None before the first update
+        self.cold_weights: list[float] | None = None  # the same, for all colder levels
         self._updated_at = 0  # num_samples at the latest update of the targets
-        self._verdict: bool | None = None  # whether a level is mismatched; None after anything that it depends on changed
+        self._verdict: bool | None = None  # whether a level is mismatched; None: to be computed anew
 
     def __reduce__(self) -> str:
         raise LogicError("a Tuner cannot be copied or pickled: it is part of its manager; copy the figures that you need")
 
     def sample_reused(self, tokens: int) -> None:
-        """A request was created and can reuse so many tokens."""
+        """Add the length that a new request can reuse."""
         self.reused.add(float(tokens))
 
     def sample_closed(self, mean_capacity: float, mean_history: float) -> None:
-        """A request was closed that had these lengths on average over its steps."""
+        """Add the mean lengths of a closed request."""
         self.capacity_squared.add(mean_capacity * mean_capacity)
         self.history_squared.add(mean_history * mean_history)
         self.num_samples += 1
@@ -74,7 +74,7 @@ class Tuner:
             self.update_targets()
 
     def update_targets(self) -> None:
-        """Compute the shares to aim at from the averages; an average of 0 says nothing and keeps the former shares."""
+        """Compute the target shares from the averages. An average of 0 keeps the former shares."""
         capacity = round(math.sqrt(self.capacity_squared.value))
         history = round(math.sqrt(self.history_squared.value))
         if capacity > 0:
@@ -82,24 +82,23 @@ class Tuner:
         reused = round(self.reused.value)
         if reused > 0:
             self.cold_weights = weights_from_length(self.layout, reused, reused)
-
         self._verdict = None
 
     def set_gpu_weights(self, weights: list[float]) -> None:
-        """Aim at these shares of the GPU until the next update, whatever was sampled."""
+        """Set the target shares of the GPU until the next update."""
         if len(weights) != self.layout.num_pool_groups:
-            raise ConfigError(f"{len(weights)} weights; the layout has {self.layout.num_pool_groups} pool groups")
+            raise ConfigError(f"{len(weights)} weights for {self.layout.num_pool_groups} pool groups; pass one for each")
         self.gpu_weights = list(weights)
         self._verdict = None
 
     def target_weights(self, level: CacheLevel) -> list[float] | None:
-        """The shares to aim at on a level, by pool group; None while the samples say nothing."""
+        """The target shares of a level, by pool group; None before the first update."""
         return self.gpu_weights if level == GPU_LEVEL else self.cold_weights
 
     def target_sizing(self, level: CacheLevel) -> LevelSizing:
-        """What an adjustment would make of a level: its quota, divided by the weights to aim at, floors kept.
+        """The sizing of a level after an adjustment: its quota divided by the target shares.
 
-        Its present sizing, while the samples say nothing, and where that division is impossible (page indices past int32).
+        The present sizing before the first update, and if page indices would not fit int32.
         """
         weights = self.target_weights(level)
         current = self.sizings[level]
@@ -111,7 +110,7 @@ class Tuner:
             return current
 
     def mismatched(self, level: CacheLevel) -> bool:
-        """Whether some pool group's target share is not within the threshold of its present share."""
+        """Whether a pool group's target share differs from its present share by at least the threshold factor."""
         target = self.target_sizing(level).ratio(self.layout)
         current = self.sizings[level].ratio(self.layout)
         for wanted, present in zip(target, current, strict=True):
@@ -120,9 +119,9 @@ class Tuner:
         return False
 
     def need_adjustment(self) -> bool:
-        """Whether enough requests were sampled, the cooldown is over, and the GPU or the last level is mismatched.
+        """Whether there are enough samples, the cooldown has passed, and the GPU or the last level is mismatched.
 
-        Cheap enough to ask at every step: the comparison is made once for each change of targets or sizings.
+        Cheap enough for every step: levels are compared once after each change of targets or sizings.
         """
         if self.num_samples < self.min_samples or self.layout.num_pool_groups == 1:
             return False
@@ -134,12 +133,12 @@ class Tuner:
         return self._verdict
 
     def set_sizing(self, level: CacheLevel, sizing: LevelSizing) -> None:
-        """A level was re-divided or got another quota."""
+        """Record the new sizing of a level."""
         if len(sizing.slots) != self.layout.num_pool_groups:
-            raise ConfigError(f"sizing of {len(sizing.slots)} pool groups; the layout has {self.layout.num_pool_groups}")
+            raise ConfigError(f"the sizing has {len(sizing.slots)} pool groups; must be {self.layout.num_pool_groups}")
         self.sizings[level] = sizing
         self._verdict = None
 
     def adjusted(self, now: float) -> None:
-        """An adjustment is over: the cooldown starts."""
+        """Record an adjustment, which starts the cooldown."""
         self.last_adjustment_time = now

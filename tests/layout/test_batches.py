@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.config import BatchDesc, KVCacheDesc
-from kv_cache_manager_v2.layout.batches import batch_slots, length_bytes, life_cycle_slots, request_slots, settled_slots
+from kv_cache_manager_v2.layout.batches import batch_slots, history_slots, length_bytes, life_cycle_slots, request_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from tests.layout.helpers import attention, batch, model, ssm
 
@@ -87,9 +87,9 @@ def test_scratch_against_counting(shape: KVCacheDesc, rewind: int, window: int, 
     assert request_slots(layout, 0, shape, prompt // 4) == max(0, own) + -(-len(scratch) // layers)
 
 
-def test_settled_slots() -> None:
+def test_history_slots() -> None:
     """Settled tokens need what is in the windows, one state, and with scratch reuse also room for a prefill in one step."""
     layers = [attention(0, 100), attention(1, 10, window=32), ssm(2, 7)]
-    assert settled_slots(build_layout(model(*layers)), 96) == [3, 1, 1]
+    assert history_slots(build_layout(model(*layers)), 96) == [3, 1, 1]
     # one step of 1024 tokens: 31 of 32 window blocks are scratch of a layer that fills its slots alone
-    assert settled_slots(build_layout(model(*layers, scratch_rewind=0)), 1024) == [32, 32, 1]
+    assert history_slots(build_layout(model(*layers, scratch_rewind=0)), 1024) == [32, 32, 1]

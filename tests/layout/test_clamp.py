@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kv_cache_manager_v2.config import LayerConfig
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.layout.batches import settled_slots
+from kv_cache_manager_v2.layout.batches import history_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len, size_levels
 from tests.layout.helpers import MIB, attention, model, ssm
@@ -86,7 +86,7 @@ def test_it_is_the_largest(full: int, windowed: int, batch_size: int, upper: int
     slots = [full, windowed]
 
     def fits(tokens: int) -> bool:
-        need, other = settled_slots(layout, tokens), settled_slots(layout, 1)
+        need, other = history_slots(layout, tokens), history_slots(layout, 1)
         return all(need[group] + (batch_size - 1) * other[group] <= slots[group] for group in range(2))
 
     answer = clamp_max_seq_len(layout, slots, batch_size, upper)

@@ -103,7 +103,7 @@ def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
     with pytest.raises(ConfigError, match=r"at most 134217728 slots are possible"):
         size_levels(layout, config)
     check_index_range(layout, [layout.max_slots(0)])
-    with pytest.raises(ConfigError, match="more than int32 can count"):
+    with pytest.raises(ConfigError, match="more than fit int32"):
         check_index_range(layout, [layout.max_slots(0) + 1])
 
 
@@ -223,7 +223,7 @@ def test_scratch_needs_the_mode() -> None:
 def test_too_few_scratch_slots() -> None:
     """A descriptor that is out of date is refused."""
     place = small_layout(attention(0, 64, window=8), attention(1, 64, window=8)).place(LayerId(0), KEY)
-    with pytest.raises(ConfigError, match="3 scratch blocks of 1 of 2 parts each need 2 slots, but the descriptor has 1"):
+    with pytest.raises(ConfigError, match="3 scratch blocks of 1 buffers each need 2 slots of 2 buffers, but the descriptor has 1"):
         PageIndexConverter(place)([-1, -1, -1], PER_LAYER, ScratchDesc(HalfOpenRange(0, 3), [4]))
 
 

@@ -235,9 +235,9 @@ def test_forced_targets() -> None:
     assert tuner.need_adjustment()
     tuner.set_gpu_weights(current)
     assert not tuner.need_adjustment()
-    with pytest.raises(ConfigError, match="3 weights; the layout has 2 pool groups"):
+    with pytest.raises(ConfigError, match="3 weights for 2 pool groups"):
         tuner.set_gpu_weights([0.2, 0.3, 0.5])
     one_group = model(attention(0, 64))
     (foreign,) = size_levels(build_layout(one_group), one_group)
-    with pytest.raises(ConfigError, match="sizing of 1 pool groups; the layout has 2"):
+    with pytest.raises(ConfigError, match="1 pool groups; must be 2"):
         tuner.set_sizing(GPU, foreign)

@@ -1,7 +1,4 @@
-"""Integer arithmetic that all rooms share.
-
-Rule: sizes and counts are exact ints; no float takes part in a decision about memory.
-"""
+"""Exact integer arithmetic for sizes and counts. No decision about memory uses floats."""
 
 from collections.abc import Iterator, Sequence
 from typing import SupportsIndex, TypeVar
@@ -9,27 +6,27 @@ from typing import SupportsIndex, TypeVar
 _Id = TypeVar("_Id", bound=SupportsIndex)
 
 def ceil_div(a: int, b: int) -> int:
-    """Smallest integer not below a / b, for b > 0."""
+    """The smallest integer that is at least a / b, for b > 0."""
 
 def round_up(a: int, b: int) -> int:
-    """Smallest multiple of b not below a, for b > 0."""
+    """The smallest multiple of b that is at least a, for b > 0."""
 
 def round_down(a: int, b: int) -> int:
-    """Largest multiple of b not above a, for b > 0."""
+    """The largest multiple of b that is at most a, for b > 0."""
 
 def round_half_even(a: int, b: int) -> int:
     """a / b rounded to the nearest integer, halves to the even one, for a >= 0 and b > 0."""
 
 def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
-    """a / b, which must leave no rest. Raises ConfigError otherwise."""
+    """a / b. Raises ConfigError if a is not a multiple of b."""
 
 def typed_range(*bounds: _Id) -> Sequence[_Id]:
-    """`range(*bounds)`, of the type of its bounds for a type checker: for loops over what a NewType counts."""
+    """`range(*bounds)` whose items have the type of the bounds, for loops over ids of a NewType."""
 
 class HalfOpenRange:
-    """The integers beg, beg+1, ..., end-1; none if end <= beg. All empty ranges are equal.
+    """The integers from beg to end - 1; none if end <= beg. All empty ranges are equal.
 
-    Not a tuple: a compiled tuple subclass would lose its own length and truth value.
+    Not a tuple: a compiled subclass of tuple cannot define its length and truth value.
     """
 
     beg: int
@@ -40,7 +37,7 @@ class HalfOpenRange:
     def __bool__(self) -> bool: ...
     def __contains__(self, item: object) -> bool: ...
     def __iter__(self) -> Iterator[int]:
-        """Unpacks as (beg, end), as the reference's named tuple does; iterate `range(*r)` for the members."""
+        """Iterates over (beg, end), so that a range unpacks into its bounds. `range(*r)` iterates over the members."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...

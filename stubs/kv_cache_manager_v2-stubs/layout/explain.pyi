@@ -1,7 +1,4 @@
-"""Why the memory of a configuration is divided as it is, as tables to read.
-
-Rule: nothing is decided here. What is shown is what `sizing` and `pools` computed, with the reasons that they noted.
-"""
+"""Tables that explain how a configuration's memory is divided. They show results and reasons of `sizing` and `pools`."""
 
 from typing import Final, NamedTuple
 
@@ -30,7 +27,7 @@ class SizingRow(NamedTuple):
     decided_by: str
 
 class SizingLevel(NamedTuple):
-    """One level: from the quota asked for to what its slots use."""
+    """One level: its quota and the bytes that its slots use."""
 
     level: int
     tier: CacheTier
@@ -43,10 +40,10 @@ class SizingLevel(NamedTuple):
 
     @property
     def raised(self) -> bool:
-        """Whether the quota asked for was below the minimum."""
+        """Whether the configured quota was below the minimum."""
 
 class SizingTable:
-    """How each quota became slots; `str` prints it."""
+    """How the quota of each level is divided into slots. `str()` returns a readable table."""
 
     levels: list[SizingLevel]
     group_names: list[str]
@@ -55,16 +52,16 @@ class SizingTable:
     def __reduce__(self) -> tuple[object, ...]: ...
     @property
     def rows(self) -> list[SizingRow]:
-        """Of all levels, level by level."""
+        """The rows of all levels, level by level."""
 
 def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
-    """How the quota of each tier of a configuration becomes slots, by pool group, and what bounds it. Takes no memory.
+    """How the quota of each level is divided into slots of pool groups, and why. Allocates no cache memory.
 
-    A quota below its minimum is shown raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
+    A quota below its minimum is raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
     """
 
 def human_bytes(count: int) -> str:
-    """In the largest unit of which there is at least one."""
+    """A size as text, in the largest unit in which it is at least 1."""
 
 def draw_layout(layout: StorageLayout) -> str:
-    """Where each buffer lies: by pool group and pool, one line for each layer group that shares the slots."""
+    """The position of each buffer in a slot, as text: by pool group and pool, one line for each layer group."""

@@ -1,10 +1,9 @@
-"""Life cycles: how long the pages of a kind of layer are needed.
+"""Life cycles: how long the pages of a layer group are needed.
 
-Everything that differs between full attention, sliding windows and recurrent (SSM) state is a method here; no other code asks
-for the class. Another kind is a subclass, and a maker for the layers that have it (`register_life_cycle`). Ranges are half-open
-pairs of block ordinals, (b, b) when empty.
+All differences between full attention, sliding windows and recurrent (SSM) state are methods of this file. A further life cycle
+is a subclass and a factory for its layers (`register_life_cycle`). Ranges are half-open pairs of block ordinals; (b, b) is empty.
 
-The first query of the next step is at position h, the history. So a window of W tokens needs the positions h + 1 - W .. h, of which
+The first query of the next step is at position h, the history. So a window of W tokens needs positions h + 1 - W to h, of which
 W - 1 are history.
 """
 
@@ -19,7 +18,7 @@ from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 NEVER: Final[int]
 
 class LifeCycle(ABC):
-    """When pages of one group of layers are needed, and what a page of theirs is good for."""
+    """When the pages of one layer group are needed, and which tokens can be reused from them."""
 
     index: LifeCycleId
     tokens_per_block: int
@@ -33,12 +32,12 @@ class LifeCycle(ABC):
     @property
     @abstractmethod
     def window_size(self) -> int | None:
-        """Window in tokens without the sinks; None if nothing ever falls out of it."""
+        """The window in tokens, without sinks; None if there is no window."""
 
     @property
     @abstractmethod
     def num_sink_blocks(self) -> int:
-        """Leading blocks that never become stale."""
+        """The number of leading blocks that never become stale."""
 
     @abstractmethod
     def stale(self, history: int) -> tuple[int, int]:
@@ -46,43 +45,48 @@ class LifeCycle(ABC):
 
     @abstractmethod
     def stale_from(self, ordinal: int) -> int:
-        """Smallest history at which this block, which is no sink, is stale; NEVER if a request keeps it to its end."""
+        """The smallest history at which this block, not a sink, is stale; NEVER if it is always needed."""
 
     def next_stale_change(self, history: int) -> int:
-        """Smallest history above the given one at which more blocks are stale; NEVER if there is none."""
+        """The smallest larger history at which more blocks are stale; NEVER if there is none."""
 
     def scratch_from(self, ordinal: int, max_rewind: int) -> int:
-        """Smallest capacity at which this block, or a later one, lies in scratch if the history ends before it."""
+        """The smallest capacity at which this block or a later one is scratch, if the history ends before it."""
 
     @abstractmethod
     def scratch(self, history: int, capacity: int, max_rewind: int) -> tuple[int, int]:
-        """Blocks of a prefill step that no later step reads: stale(capacity - max_rewind) beyond the history."""
+        """Blocks of a prefill step that no later step reads: those of stale(capacity - max_rewind) after the history."""
 
     @abstractmethod
     def usable_tokens(self, coverage: int, tokens: int) -> int:
-        """How many of a block's first `tokens` tokens can be reused from a page with this coverage: attention any prefix of what
-        it covers, SSM exactly its snapshot position or nothing."""
+        """How many of a block's first `tokens` tokens can be reused from a page with this coverage.
+
+        Attention can reuse any prefix of the covered tokens, SSM either exactly the snapshot's tokens or none.
+        """
 
     @abstractmethod
     def loss_ends_path(self, ordinal: int) -> bool:
-        """Whether losing the page at this ordinal makes every longer sequence through its block unmatchable."""
+        """Whether no longer sequence through this block can match once its page at this ordinal is lost."""
 
     @abstractmethod
     def blocks(self, history: int, capacity: int) -> int:
-        """Pages that one request of this shape keeps live, shared prefix and scratch aside; SSM: 1."""
+        """Pages that one request with these lengths has, without sharing or scratch reuse; SSM: 1."""
 
     @abstractmethod
     def structural_floor(self, widest_window_blocks: int) -> int:
-        """Pages without which one request could deadlock; `widest_window_blocks` is the largest floor of the model's windows."""
+        """The fewest pages with which a single request cannot deadlock.
+
+        `widest_window_blocks` is the largest such number of the model's windows.
+        """
 
     def get_stale_range(self, history_length: SupportsIndex, tokens_per_block: SupportsIndex | None = None) -> HalfOpenRange:
-        """`stale` as a range object, for custom priority callbacks. `tokens_per_block` can only be the life cycle's own."""
+        """`stale` as a range object, for custom priority callbacks. `tokens_per_block` must be the life cycle's own."""
 
 class AttentionLifeCycle(LifeCycle):
     """Full attention (no window), or a sliding window with optional attention sinks.
 
-    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window. Another shape of
-    window overrides `stale` and `stale_from`; all the rest follows from these.
+    stale(h) = [s, max(s, floor((h + 1 - W) / B))) with s = min(ceil(h / B), sink blocks); empty without a window. A subclass for
+    another shape of window overrides `stale` and `stale_from`; the other methods follow from these.
     """
 
     def __init__(self, index: LifeCycleId, tokens_per_block: int, window: int | None, sink_blocks: int) -> None: ...
@@ -90,7 +94,7 @@ class AttentionLifeCycle(LifeCycle):
     def make(
         window_size: SupportsIndex | None, num_sink_tokens: SupportsIndex | None, tokens_per_block: SupportsIndex
     ) -> AttentionLifeCycle:
-        """One of a window (None: full attention) and so many sink tokens, apart from any model. Raises ConfigError."""
+        """A life cycle that belongs to no model. `window_size` None means full attention. Raises ConfigError."""
 
     def __reduce__(self) -> tuple[object, ...]: ...
     @property
@@ -110,7 +114,7 @@ class AttentionLifeCycle(LifeCycle):
 AttnLifeCycle = AttentionLifeCycle
 
 class SsmLifeCycle(LifeCycle):
-    """Recurrent state: one live slot per request, never shared; the tree keeps snapshots, each good at exactly one position."""
+    """Recurrent state: one live page per request, never shared. The tree keeps snapshots, each usable at exactly one position."""
 
     def __reduce__(self) -> tuple[object, ...]: ...
     @property

@@ -1,12 +1,12 @@
 """From a model's buffers to slots: buffers -> coalesced buffers -> pools -> pool groups.
 
-Rule: what is always allocated together lies together. Within a layer group (life cycle), buffers of equal size are laid side by
-side in one *coalesced buffer*; each coalesced buffer has a pool of its own, the largest first. Layer groups whose pools have equal
-slot sizes share a *pool group*. A *slot* is one id, good in every pool of its group: slot i is the i-th piece of each pool.
+Within a layer group (life cycle), buffers of equal size are contiguous and form a *coalesced buffer*. Each coalesced buffer has a
+pool of its own, the largest first. Layer groups whose pools have equal slot sizes share a *pool group*. A *slot* is one id for all
+pools of its group: slot i is the i-th element of each pool.
 
-A real one: layers 0 and 2 with full attention, 1 and 3 with a window of 1024 tokens, 64 KiB of keys and of values and 2 KiB of
-scales of each in a block; layer 4 recurrent, with 256 KiB of state and 24 KiB of convolution inputs. Each buffer is preceded by its
-offset in bytes. The slots of pool group 0 are interchangeable between layer groups 0 and 1. (`explain.draw_layout` draws this.)
+An example, as `explain.draw_layout` draws it. Layers 0 and 2 have full attention, layers 1 and 3 a window of 1024 tokens. For each
+block each of them has 64 KiB of keys and of values, and 2 KiB of scales of both. Layer 4 is recurrent, with 256 KiB of state and 24
+KiB of convolution inputs. A buffer's offset in bytes precedes its name. Layer groups 0 and 1 share the slots of pool group 0.
 
     pool group 0
       pool 0, 262144 bytes a slot
@@ -21,12 +21,12 @@ offset in bytes. The slots of pool group 0 are interchangeable between layer gro
       pool 1, 24576 bytes a slot
         layer group 2  | 0: 4 conv |
 
-The bytes of buffer (2, value) for a block in slot i are the 65536 at base of pool 0 + i * 262144 + 196608. `pool_group_descs` of a
-manager say all this with addresses: `PoolGroupDesc` (num_slots; pools with base and slot bytes; a `SlotDesc` with one
-`SlotDescVariant` for each layer group, whose i-th `CoalescedBuffer` lies in the i-th pool).
+Buffer (2, value) of a block in slot i has 65536 bytes at base of pool 0 + i * 262144 + 196608. A manager's `pool_group_descs` has
+all this with addresses: each `PoolGroupDesc` has num_slots, its pools with base and slot bytes, and a `SlotDesc`. That has one
+`SlotDescVariant` for each layer group, whose i-th `CoalescedBuffer` is in the i-th pool.
 
-A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) repeats `expansion` times in a slot; its size here is that
-of all repetitions.
+A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) occurs `expansion` times in a slot; its size here includes
+all of them.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from kv_cache_manager_v2.ids import DataRole, LayerGroupId, LayerId, LifeCycleId
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 
 class BufferId(NamedTuple):
-    """Names one buffer of the model; equal to the plain tuple (layer, role)."""
+    """Identifies one buffer of the model. Equal to the tuple (layer, role)."""
 
     layer_id: LayerId
     role: DataRole
@@ -52,7 +52,7 @@ class PoolDesc:
 
 @dataclass(frozen=True)
 class CoalescedBuffer:
-    """Buffers of equal size that lie side by side in a slot of one pool."""
+    """Contiguous buffers of equal size in the slots of one pool."""
 
     single_buffer_size: int
     buffer_ids: tuple[BufferId, ...]
@@ -61,7 +61,7 @@ class CoalescedBuffer:
     def num_buffers(self) -> int: ...
     @property
     def size(self) -> int:
-        """Bytes of them all, which is the pool's slot size."""
+        """Bytes of all its buffers: the slot size of the pool."""
 
 @dataclass(frozen=True)
 class SlotDescVariant:
@@ -72,11 +72,11 @@ class SlotDescVariant:
 
     @property
     def slot_size_list(self) -> tuple[int, ...]:
-        """Slot bytes in each pool; equal for all variants of a pool group."""
+        """Bytes of a slot in each pool. Equal for all variants of a pool group."""
 
 @dataclass(frozen=True)
 class SlotDesc:
-    """What a slot of a pool group may hold: one variant for each layer group that shares it."""
+    """The contents of a slot of a pool group: one variant for each layer group that shares it."""
 
     variants: tuple[SlotDescVariant, ...]
 
@@ -85,7 +85,7 @@ class SlotDesc:
 
 @dataclass(frozen=True)
 class PoolGroupDesc:
-    """A pool group on the GPU: how many slots, what they hold, and where its pools lie."""
+    """A pool group on the GPU: its number of slots, their contents, and the addresses of its pools."""
 
     pool_group_index: PoolGroupId
     num_slots: int
@@ -93,7 +93,7 @@ class PoolGroupDesc:
     pools: tuple[PoolDesc, ...]
 
 class BufferPlace:
-    """Where a buffer lies in the slots of its layer group."""
+    """The position of a buffer in the slots of its layer group."""
 
     life_cycle: LifeCycleId
     pool_group: PoolGroupId
@@ -112,7 +112,7 @@ class BufferPlace:
         """Bytes of one page of the buffer's own block length: the configured buffer size."""
 
 class StorageLayout:
-    """The arithmetic of a model's memory, fixed by its configuration. Lists by pool group unless said."""
+    """The division of a model's memory, fixed by its configuration. Lists are by pool group unless the comment says otherwise."""
 
     tokens_per_block: int
     life_cycles: list[LifeCycle]
@@ -136,22 +136,22 @@ class StorageLayout:
         """Bytes of one slot, all pools together."""
 
     def frac_max(self, life_cycle: int) -> tuple[int, int]:
-        """Largest part of a pool's slot that one layer fills, as (numerator, denominator): what a scratch block takes of a slot."""
+        """The largest fraction of a slot that one layer uses, as (numerator, denominator): the part that a scratch block takes."""
 
     def scratch_slots(self, life_cycle: int, num_blocks: int) -> int:
-        """Slots that so many scratch blocks share, exactly."""
+        """The number of slots that this many scratch blocks share."""
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """Raises UnknownBufferError for a layer that the configuration does not have."""
+        """The life cycle of a layer. Raises UnknownBufferError for a layer that is not configured."""
 
     def place(self, layer: LayerId, role: DataRole) -> BufferPlace:
-        """Where a buffer lies. Raises UnknownBufferError for a layer or role that the configuration does not have."""
+        """The position of a buffer. Raises UnknownBufferError for a layer or role that is not configured."""
 
     def max_slots(self, pool_group: int) -> int:
-        """Most slots whose page indices fit int32 in every numbering of the group's buffers."""
+        """The most slots with which all page indices of the group's buffers fit int32."""
 
     def check_invariants(self) -> None:
-        """Assert that every buffer lies inside its slot, exactly once, and that the groups agree with their variants."""
+        """Assert that every buffer is in its slot exactly once, and that pool groups and variants agree."""
 
 def build_layout(config: KVCacheManagerConfig) -> StorageLayout:
-    """Lay out a model's memory. Raises ConfigError for an invalid configuration. O(buffers)."""
+    """Compute the division of a model's memory. O(buffers). Raises ConfigError for an invalid configuration."""
