@@ -13,10 +13,11 @@ from bench.builds import ROOT, run_worker
 
 MODES: Final = """\
 Emulated device, one move after the other, each waited for; beside each a plain loop of one thread with the same bytes a call.
- memory       beside memmove between memory of the same tiers; neither finds its bytes in the processor's caches
- file cached  beside pwrite or pread of the same file: buffered, no checksums, no fsync, all of it in the page cache
- file cold    beside pread: buffered, no checksums, the file dropped from the page cache before each
- file synced  beside pwrite and fdatasync: buffered, no checksums, until it is on the device
+ memory        beside memmove between memory of the same tiers; neither finds its bytes in the processor's caches
+ file cached   with checksums, beside pwrite or pread of the same file: buffered, no fsync, all of it in the page cache
+ file no sums  the same, without checksums
+ file cold     with checksums, beside pread: buffered, the file dropped from the page cache before each
+ file synced   with checksums, beside pwrite and fdatasync: buffered, until it is on the device
 share: median of the pairs' own ratios; more: what a move takes longer than its loop, for small batches a fixed cost"""
 
 
@@ -43,10 +44,10 @@ def measure_copies(quick: bool) -> list[CopyRow]:
 def copies_table(rows: Sequence[CopyRow]) -> str:
     if not rows:
         return "no rows: nothing was copied"
-    lines = [MODES, f"{'mode':<11}  {'tiers':<12}  {'page':>8}  {'pages':>5}  {'GB/s':>6}  {'plain':>6}  share  {'more':>9}  moves"]
+    lines = [MODES, f"{'mode':<12}  {'tiers':<12}  {'page':>8}  {'pages':>5}  {'GB/s':>6}  {'plain':>6}  share  {'more':>9}  moves"]
     for row in sorted(rows, key=lambda row: (row["mode"], row["pair"], row["page"], row["batch"])):
         lines.append(
-            f"{row['mode']:<11}  {row['pair']:<12}  {row['page'] >> 10:>4} KiB  {row['batch']:>5}  {row['rate']:>6.2f}  "
+            f"{row['mode']:<12}  {row['pair']:<12}  {row['page'] >> 10:>4} KiB  {row['batch']:>5}  {row['rate']:>6.2f}  "
             f"{row['plain']:>6.2f}  {row['share']:>5.0%}  {row['more'] * 1e6:>6.0f} us  {row['pairs']:>5}"
         )
     return "\n".join(lines)

@@ -23,10 +23,10 @@ def test_a_table_of_weights_has_a_column_for_each_build() -> None:
 
 
 def test_every_pair_of_tiers_is_copied_and_held_against_a_plain_loop(tmp_path: Path) -> None:
-    """Pages leave and reach every tier; files cached, and cold when read or synced when written. Moves and loops come in pairs."""
+    """Pages leave and reach every tier; files cached, with and without sums, and cold when read or synced when written."""
     rows = measure(64 << 10, 2, str(tmp_path), 512 << 10)
     found = {(row["pair"], row["mode"]) for row in rows}
-    assert len(found) == len(rows) == 2 + 4 * 2
+    assert len(found) == len(rows) == 2 + 4 * 3
     assert {pair for pair, _mode in found} == {f"{a} to {b}" for a in TIERS for b in TIERS if a != b}
     for row in rows:
         assert min(row["rate"], row["plain"], row["share"]) > 0
