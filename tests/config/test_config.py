@@ -170,7 +170,7 @@ def test_tier_order(tmp_path: Path) -> None:
         KVCacheManagerConfig(32, [gpu, disk, host], layers)
 
 
-@pytest.mark.parametrize("override", [0, -64, 48, 256])
+@pytest.mark.parametrize("override", [0, -64, 48, 127, 256])
 def test_bad_override(override: int) -> None:
     """An override that is not positive or does not divide the block is refused, never a crash."""
     with pytest.raises(ConfigError, match=f"tokens_per_block_override.*{override}"):
@@ -183,14 +183,14 @@ def test_good_override() -> None:
     assert config.layers[0].buffers[0].expansion(128) == 2
 
 
-@pytest.mark.parametrize("value", [0.0, -0.1, 1.1, math.nan])
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1, math.nan, math.inf, -math.inf, True, "0.9"])
 def test_bad_max_util(value: float) -> None:
     """A threshold outside (0, 1] is refused with the field's name; it is also a ValueError and an AssertionError."""
-    with pytest.raises(ConfigError, match="max_util_for_resume must be in"):
+    with pytest.raises(ConfigError, match="max_util_for_resume"):
         model(attention(0, 64), max_util=value)
-    with pytest.raises(ValueError, match="max_util_for_resume must be in"):
+    with pytest.raises(ValueError, match="max_util_for_resume"):
         model(attention(0, 64), max_util=value)
-    with pytest.raises(AssertionError, match="max_util_for_resume must be in"):
+    with pytest.raises(AssertionError, match="max_util_for_resume"):
         model(attention(0, 64), max_util=value)
 
 
@@ -218,6 +218,8 @@ def test_ssm_needs_min_snapshot() -> None:
         ([0.0, 1.0], "values must be positive"),
         ([-0.1, 1.1], "values must be positive"),
         ([math.nan, 1.0], "values must be positive"),
+        ([math.inf, 0.5], "values must be positive"),
+        ([0.3, 0.3, 0.4], "initial_pool_ratio length"),
         ([0.4, 0.5], r"values must sum to 1\.0"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.config import DiskCacheTierConfig, HostCacheTierConfig, KVCacheManagerConfig, LayerConfig, tier_granularity
+from kv_cache_manager_v2.config import DiskCacheTierConfig, HostCacheTierConfig, KVCacheManagerConfig, tier_granularity
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheLevel, CacheTier
 from kv_cache_manager_v2.layout import sizing as sizing_module
@@ -270,61 +270,6 @@ def test_weights_from_length(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # --- levels
-
-
-def test_rounding() -> None:
-    """5 grains, slots of 2 MiB - 1 byte and 2 MiB, constraint (32, 0): 2 and 3 slots."""
-    layout, gpu = sized(model(attention(0, GRAIN - 1, window=32), attention(1, GRAIN), gpu=5 * GRAIN, constraints=[batch(1, 32)]))
-    assert gpu.slots == [2, 3]
-    assert gpu.used_quota(layout) == gpu.quota == 5 * GRAIN
-
-
-def test_many_layers_of_many_kinds_end() -> None:
-    """Twelve layers of six kinds, an odd quota, two constraints: sized, floors kept, quota used."""
-    kinds: list[tuple[int, int | None, int]] = [
-        (64 * KIB, 128, 2),
-        (16 * KIB, None, 1),
-        (512 * KIB, 8, 2),
-        (4224, None, 1),
-        (128 * KIB, 8, 2),
-        (64 * KIB, 128, 1),
-        (512, None, 1),
-        (256 * KIB, 128, 2),
-    ]
-    layers: list[LayerConfig] = []
-    for size, window, count in kinds:
-        for _number in range(count):
-            layers.append(attention(len(layers), size, window=window))
-    layout, gpu = sized(
-        model(
-            *layers,
-            tokens_per_block=128,
-            gpu=212_549_334,
-            typical_step=batch(3, 4197, 4196),
-            constraints=[batch(1, 4197), batch(1, 7168)],
-        )
-    )
-    assert len(layers) == 12
-    assert all(count >= floor for count, floor in zip(gpu.slots, gpu.floors, strict=True))
-    assert 0 <= gpu.quota - gpu.used_quota(layout) < GRAIN * 4
-
-
-def test_constraint_beats_ratio() -> None:
-    """The constraint's floor wins over ratio [0.8, 0.2]."""
-    config = model(
-        attention(0, 768 * KIB, window=128, sink=32),
-        attention(1, 1280 * KIB),
-        gpu=128 * MIB,
-        typical_step=batch(32, 4096, 4000),
-        constraints=[batch(256, 256, 128)],
-        ratio=[0.8, 0.2],
-    )
-    layout, gpu = sized(config)
-    ratio = gpu.ratio(layout)
-    windowed = layout.pool_group_of[0]
-    assert ratio[windowed] < 0.8
-    assert ratio[1 - windowed] > 0.2
-    assert sum(ratio) == pytest.approx(1.0)
 
 
 class TestInitialRatio:

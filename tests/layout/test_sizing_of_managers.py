@@ -10,8 +10,8 @@ import pytest
 from kv_cache_manager_v2 import BatchDesc, ConfigError, GpuCacheTierConfig, KVCacheDesc, KVCacheManagerConfig
 from kv_cache_manager_v2.config import LayerConfig
 from kv_cache_manager_v2.layout.pools import build_layout
-from kv_cache_manager_v2.layout.sizing import grains_for_slots, grains_to_slots, min_quota, min_slots, size_levels, split_quota
-from tests.support.rig import GIB, GRAIN, KIB, MIB, Request, Rig, attention, batch, model, ssm, toks
+from kv_cache_manager_v2.layout.sizing import min_quota, min_slots, size_levels
+from tests.support.rig import GIB, GRAIN, KIB, MIB, Request, Rig, attention, batch, hybrid, mixed, model, ssm, toks
 
 WINDOWED_SLOT = 768 * KIB
 FULL_SLOT = 1280 * KIB
@@ -47,134 +47,6 @@ def exact(config: KVCacheManagerConfig) -> KVCacheManagerConfig:
     quota = min_quota(layout.slot_sizes, min_slots(layout, config), GRAIN)
     assert quota < 4 * GIB
     return replace(config, cache_tiers=[GpuCacheTierConfig(quota)])
-
-
-def test_slots_of_a_level_are_plain_ints() -> None:
-    """Slot counts are ints that report total, free and occupied: 3 of 3 free, none taken."""
-    from kv_cache_manager_v2 import EmulatedDriver
-    from kv_cache_manager_v2.device.timeline import Timeline
-    from kv_cache_manager_v2.storage.allocator import SlotAllocator
-
-    driver = EmulatedDriver()
-    timeline = Timeline(driver)
-    allocator = SlotAllocator(timeline, 3)
-    assert (allocator.capacity, allocator.free) == (3, 3)
-    assert type(allocator.free) is int
-    slot, _ready = allocator.allocate()
-    assert type(slot) is int
-    assert allocator.free == 2
-    timeline.close()
-    driver.close()
-
-
-def test_grains_become_slots_and_slots_grains() -> None:
-    """157 slots of [16252928, 4063232] bytes, 16 MiB grains: back and forth gives at least 157, of no more grains."""
-    sizes = [16_252_928, 4_063_232]
-    grains = grains_for_slots(157, sizes, 16 * MIB)
-    slots = grains_to_slots(grains, sizes, 16 * MIB)
-    assert slots >= 157
-    assert grains_for_slots(slots, sizes, 16 * MIB) <= grains
-
-
-def test_exactly_the_grains_of_the_minimum_keep_every_minimum() -> None:
-    """Minima of 157, 3907 and 157 slots, exactly their grains, shares .2/.5/.3: each is kept."""
-    sizes = [[16_252_928, 4_063_232], [2_031_616], [8_126_464, 507_904]]
-    minima = [157, 3907, 157]
-    quota = min_quota(sizes, minima, 16 * MIB)
-    slots = split_quota(quota, 16 * MIB, sizes, [0.2, 0.5, 0.3], minima)
-    assert all(got >= least for got, least in zip(slots, minima, strict=True))
-
-
-def test_default_shares() -> None:
-    """Without a hint the window's share is the smaller one, and shares sum to 1."""
-    got = shares(two_groups())
-    assert got[0] < got[1]
-    assert math.isclose(sum(got), 1)
-
-
-def test_short_requests() -> None:
-    """64 requests of 64 tokens: the shares are those of the slots' bytes, 0.6 to 1."""
-    got = shares(two_groups(gpu=512 * MIB, typical=batch(64, 64)))
-    assert got[0] / got[1] == pytest.approx(0.6, abs=0.15)
-
-
-def test_long_requests() -> None:
-    """32 requests of 4096 tokens, 4000 of them history: the window takes less than 15 %."""
-    assert shares(two_groups(gpu=512 * MIB, typical=batch(32, 4096, 4000)))[0] < 0.15
-
-
-def test_a_request_without_tokens_has_a_state_slot() -> None:
-    """Requests of capacity 64 and 0: 2 state slots and 2 of attention."""
-    layers: list[LayerConfig] = [attention(0, 2 * MIB), ssm(1, 2 * MIB + 2)]
-    desc = BatchDesc([KVCacheDesc(64, 63), KVCacheDesc(0, 0)])
-    config = exact(model(layers, constraints=[desc], max_util=1.0))
-    assert gpu_slots(config) == [2, 2]
-
-
-def test_constraints_raise_a_share() -> None:
-    """A constraint of many short requests raises the window's share above that of the typical step."""
-    typical = batch(32, 4096, 4000)
-    free = shares(two_groups(gpu=512 * MIB, typical=typical))
-    bound = shares(two_groups(gpu=512 * MIB, typical=typical, constraints=[batch(16, 256, 128)]))
-    assert bound[0] > free[0]
-
-
-def test_a_constraint_is_resumable_under_the_gate() -> None:
-    """32 requests of one token, max_util_for_resume 0.95, exactly the bytes: all 32 resume, then each has its token."""
-    with Rig(exact(two_groups(constraints=[batch(32, 1)], max_util=0.95)), engine=False) as rig:
-        caches = [rig.create() for _ in range(32)]
-        for cache in caches:
-            assert cache.resume(rig.stream)
-        for cache in caches:
-            cache.capacity = 1
-
-
-def test_floors_override_the_initial_ratio() -> None:
-    """[0.8, 0.2] with a constraint of 256 requests of 256 tokens: the second group gets more than 0.2, the first less than 0.8."""
-    config = two_groups(typical=batch(32, 4096, 4000), constraints=[batch(256, 256, 128)], ratio=[0.8, 0.2])
-    got = shares(config)
-    assert got[1] > 0.2
-    assert got[0] < 0.8
-    assert math.isclose(sum(got), 1)
-
-
-def test_the_ratio_has_a_weight_for_each_layer_group() -> None:
-    """[.25, .75] for two layer groups that share a pool group is accepted: that has all of it."""
-    layers: list[LayerConfig] = [attention(0, MIB, window=128), attention(1, MIB)]
-    config = model(layers, ratio=[0.25, 0.75])
-    assert shares(config) == [1.0]
-    assert size_levels(build_layout(config), config)[0].weights == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "words"),
-    [
-        ([], "initial_pool_ratio length"),
-        ([1.0], "initial_pool_ratio length"),
-        ([0.0, 1.0], "values must be positive"),
-        ([-0.1, 1.1], "values must be positive"),
-        ([0.4, 0.5], "values must sum to 1.0"),
-    ],
-)
-def test_invalid_ratios(ratio: list[float], words: str) -> None:
-    """Length, sign and sum are checked."""
-    with pytest.raises(ValueError, match=words) as refused:
-        two_groups(ratio=ratio)
-    assert isinstance(refused.value, ConfigError)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.1, 1.1, math.nan])
-def test_invalid_utilisation(value: float) -> None:
-    """max_util_for_resume lies in (0, 1]."""
-    with pytest.raises(ValueError, match="max_util_for_resume must be in"):
-        two_groups(max_util=value)
-    assert two_groups(max_util=1.0).max_util_for_resume == 1.0
-
-
-def test_rounding() -> None:
-    """5 grains, slots of one byte less than a grain (window 32) and of a grain, constraint of 32 tokens: 2 and 3 slots."""
-    layers: list[LayerConfig] = [attention(0, GRAIN - 1, window=32), attention(1, GRAIN)]
-    assert gpu_slots(model(layers, gpu=5 * GRAIN, constraints=[batch(1, 32)])) == [2, 3]
 
 
 @pytest.mark.parametrize("system_prompt", [0, 64, 50, 256])
@@ -223,43 +95,6 @@ def test_each_of_several_constraints_runs(first: int) -> None:
                 run_batch(rig, 24, 64, 0)
 
 
-def test_a_constraint_that_the_typical_step_covers_changes_nothing() -> None:
-    """The shares with a constraint that fits anyway are the shares without it."""
-    typical = batch(32, 4096, 4000)
-    free = gpu_slots(two_groups(gpu=4 * GIB, typical=typical))
-    assert gpu_slots(two_groups(gpu=4 * GIB, typical=typical, constraints=[batch(2, 512, 256)])) == free
-
-
-def test_models_with_many_windows_construct() -> None:
-    """12 layers of 4 windows in 1 GiB, and 12 layers with slots up to 2 x 512 KiB in 212,549,334 bytes: the sizing ends."""
-    windows = [None, 128, 1024, 4096]
-    config = model([attention(layer, 32 * KIB, 32 * KIB, window=windows[layer % 4]) for layer in range(12)], gpu=GIB)
-    assert all(count > 0 for count in gpu_slots(config))
-    layers: list[LayerConfig] = [
-        attention(0, 64 * KIB, window=128),
-        attention(1, 64 * KIB, window=128),
-        attention(2, 16 * KIB),
-        attention(3, 512 * KIB, window=8),
-        attention(4, 512 * KIB, window=8),
-        attention(5, 4224),
-        attention(6, 128 * KIB, window=8),
-        attention(7, 128 * KIB, window=8),
-        attention(8, 64 * KIB, window=128),
-        attention(9, 512),
-        attention(10, 256 * KIB, window=128),
-        attention(11, 256 * KIB, window=128),
-    ]
-    config = model(
-        layers,
-        tokens_per_block=128,
-        gpu=212_549_334,
-        typical_step=batch(3, 4197, 4196),
-        constraints=[batch(1, 4197), batch(1, 7168)],
-    )
-    with Rig(config, engine=False) as rig:
-        assert len(rig.manager.pool_group_descs) == len(gpu_slots(config))
-
-
 # --- clamp_max_seq_len_for_mem: 32 tokens a block, slots of 2 MiB
 
 
@@ -268,24 +103,131 @@ def clamp(layers: list[LayerConfig], gpu: int, batch_size: int, upper: int) -> i
         return rig.manager.clamp_max_seq_len_for_mem(batch_size, upper)
 
 
-@pytest.mark.parametrize(("batch_size", "upper", "length"), [(1, 0, 0), (1, 32, 32), (1, 64, 32), (2, 64, 0), (3, 64, 0)])
-def test_clamp_with_one_slot(batch_size: int, upper: int, length: int) -> None:
-    """One slot: a sequence of a block, alone; nothing for larger batches; an upper bound of 0 is 0."""
-    assert clamp([attention(0, GRAIN)], GRAIN, batch_size, upper) == length
-
-
-def test_clamp_with_a_window() -> None:
-    """Window 32 needs no more slots for 96 tokens than for 32."""
-    assert clamp([attention(0, GRAIN, window=32)], GRAIN, 1, 96) == 96
-
-
-@pytest.mark.parametrize(("batch_size", "length"), [(1, 96), (2, 32)])
-def test_clamp_with_a_window_and_full_attention(batch_size: int, length: int) -> None:
-    """Four slots: 96 tokens alone, 32 beside another request."""
-    assert clamp([attention(0, GRAIN, window=32), attention(1, GRAIN)], 4 * GRAIN, batch_size, 96) == length
-
-
 def test_clamp_refuses_an_empty_batch() -> None:
     """There is no batch of 0 requests."""
     with pytest.raises(ConfigError):
         clamp([attention(0, GRAIN)], GRAIN, 0, 32)
+
+
+@pytest.mark.parametrize("ratio", [[0.8, 0.2], [0.99, 0.01], [0.5, 0.5], [0.1, 0.9]])
+@pytest.mark.parametrize("count", [64, 256])
+def test_constraint_floors_beat_the_ratio(ratio: list[float], count: int) -> None:
+    """A declared batch can run whatever split was asked for: each group has the slots that the batch needs."""
+    config = two_groups(typical=batch(32, 4096, 4000), constraints=[batch(count, 256, 128)], ratio=ratio)
+    slots = gpu_slots(config)
+    assert slots[0] >= math.ceil(count * 8 / 0.97)
+    assert slots[1] >= math.ceil(count * 8 / 0.97)
+    if (ratio, count) == ([0.8, 0.2], 256):
+        got = shares(config)
+        assert got[1] > 0.2
+        assert got[0] < 0.8
+
+
+def test_two_layer_groups_one_pool() -> None:
+    """One weight for each layer group, though they share a pool group, which gets all."""
+    layers: list[LayerConfig] = [attention(0, MIB, window=128), attention(1, MIB)]
+    for ratio in ([0.25, 0.75], [0.5, 0.5]):
+        config = model(layers, ratio=ratio)
+        assert size_levels(build_layout(config), config)[0].weights == [1.0]
+        assert gpu_slots(config) == [64]
+    with pytest.raises(ConfigError):
+        model(layers, ratio=[1.0])
+
+
+@pytest.mark.parametrize("gpu", [1, 2 * MIB, 212_549_334, 212_549_335, 1 << 33])
+def test_the_sizing_ends(gpu: int) -> None:
+    """Twelve layers of ten sizes and three windows, odd quotas: it returns, with every floor kept and no grain beyond the quota."""
+    sizes = [(64, 128), (64, 128), (16, None), (512, 8), (512, 8), (4.125, None), (128, 8), (128, 8), (64, 128), (0.5, None)]
+    layers: list[LayerConfig] = [attention(n, int(kib * KIB), window=window) for n, (kib, window) in enumerate(sizes)]
+    layers += [attention(10, 256 * KIB, window=128), attention(11, 256 * KIB, window=128)]
+    config = model(
+        layers, tokens_per_block=128, gpu=gpu, typical_step=batch(3, 4197, 4196), constraints=[batch(1, 4197), batch(1, 7168)]
+    )
+    layout = build_layout(config)
+    sizing = size_levels(layout, config)[0]
+    assert all(have >= floor for have, floor in zip(sizing.slots, sizing.floors, strict=True))
+    used = sum(math.ceil(n * size / GRAIN) * GRAIN for g, n in enumerate(sizing.slots) for size in layout.slot_sizes[g])
+    assert used <= sizing.quota
+
+
+@pytest.mark.parametrize("grains", [3, 4, 5, 6, 7, 11])
+def test_rounding(grains: int) -> None:
+    """Slots of a byte less than a grain, and of a grain: all grains are used, none is asked for twice; 5 are 2 and 3;
+    repeatable."""
+    layers: list[LayerConfig] = [attention(0, GRAIN - 1, window=32), attention(1, GRAIN)]
+    config = model(layers, gpu=grains * GRAIN, constraints=[batch(1, 32)])
+    slots = gpu_slots(config)
+    assert sum(slots) == max(grains, 4)
+    if grains == 5:
+        assert slots == [2, 3]
+    assert all(gpu_slots(config) == slots for _ in range(3))
+
+
+@pytest.mark.parametrize("override", [64, 32, 1])
+def test_other_block_lengths(override: int) -> None:
+    """128 tokens a block, a layer with smaller ones: prompt 163, decode 97, then 260 reused and 79 more; indices expand for that
+    layer."""
+    bytes_per_token = 64
+    layers: list[LayerConfig] = [
+        attention(0, 128 * bytes_per_token),
+        attention(1, override * bytes_per_token, override=override),
+    ]
+    with Rig(model(layers, tokens_per_block=128)) as rig:
+        tokens = mixed(0, 339)
+        request = rig.start(tokens[:163])
+        request.prefill(tokens[:163], 100)
+        for position in range(163, 260):
+            assert request.advance(tokens[position : position + 1])
+        group = rig.group(1)
+        base = list(request.cache.get_aggregated_page_indices(group))
+        converter = rig.manager.get_page_index_converter(layers[1].layer_id, layers[1].buffers[0].role)
+        assert len(list(converter(base))) == len(base) * 128 // override
+        request.close()
+        again = rig.start(tokens)
+        assert len(again.tokens) == 260
+        again.prefill(tokens, 79)
+        again.check()
+
+
+def test_zero_token_requests_are_sized() -> None:
+    """A batch of requests of 64 and 0 tokens: two states, two blocks."""
+    layers: list[LayerConfig] = [attention(0, 2 * MIB), ssm(1, 2 * MIB + 2)]
+    config = exact(model(layers, constraints=[BatchDesc([KVCacheDesc(64, 63), KVCacheDesc(0, 0)])], max_util=1.0))
+    assert gpu_slots(config) == [2, 2]
+    with Rig(config, engine=False) as rig:
+        busy, idle = rig.create(), rig.create()
+        assert busy.resume(rig.stream)
+        assert busy.resize(64, 63)
+        assert idle.resume(rig.stream)
+
+
+def test_clamp_counts_states() -> None:
+    """One state for each request of the batch: where they are fewer, no length fits."""
+    with Rig(hybrid(2, 16)) as rig:
+        assert rig.manager.clamp_max_seq_len_for_mem(1, 64) == 64
+        assert rig.manager.clamp_max_seq_len_for_mem(2, 64) == 60
+        assert rig.manager.clamp_max_seq_len_for_mem(3, 64) == 0
+        assert rig.reused(toks(0, 4)) == 0
+
+
+@pytest.mark.parametrize("max_util", [0.95, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_a_declared_batch_is_resumable(max_util: float, count: int) -> None:
+    """A constraint's requests all resume and take their token, at exactly the bytes of the floors."""
+    with Rig(exact(two_groups(constraints=[batch(count, 1)], max_util=max_util)), engine=False) as rig:
+        caches = [rig.create() for _ in range(count)]
+        for cache in caches:
+            assert cache.resume(rig.stream), cache.last_shortage
+        for cache in caches:
+            cache.capacity = 1
+
+
+def test_exactly_32_slots_each() -> None:
+    """32 slots of each group, each rounded to a grain: enough for the batch under a gate of 0.95."""
+    grains = -(-32 * 768 * KIB // GRAIN) + -(-32 * 1280 * KIB // GRAIN)
+    with Rig(two_groups(gpu=grains * GRAIN, constraints=[batch(32, 1)], max_util=0.95), engine=False) as rig:
+        caches = [rig.create() for _ in range(32)]
+        for cache in caches:
+            assert cache.resume(rig.stream), cache.last_shortage
+        for cache in caches:
+            cache.capacity = 1

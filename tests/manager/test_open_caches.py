@@ -39,3 +39,17 @@ def test_clear_and_shutdown_wait_for_open_caches(active: bool) -> None:
         assert rig.probe(toks(0, 64)) == 0
         assert rig.counts().free == 8
         assert rig.reused(toks(0, 64)) == 0
+
+
+def test_a_refused_shutdown_names_the_requests_that_are_open() -> None:
+    """The ids that the engine gave, the first eight of them; a cache without an id is only counted."""
+    with Rig(small(8)) as rig:
+        caches = [rig.create(id=number) for number in (7, 9)]
+        caches.append(rig.manager.create_kv_cache())
+        with pytest.raises(LogicError, match=r"3 KV cache\(s\) still open \(ids 7, 9\); close them first"):
+            rig.manager.shutdown()
+        caches += [rig.create(id=number) for number in range(20, 28)]
+        with pytest.raises(LogicError, match=r"11 KV cache\(s\) still open \(ids 7, 9, 20, 21, 22, 23, 24, 25, \.\.\.\)"):
+            rig.manager.shutdown()
+        for cache in caches:
+            cache.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import CacheLevel, KVCache, LogicError
-from tests.layout.test_sizing_of_managers import exact, two_groups
 from tests.support import inside
-from tests.support.rig import DISK, GRAIN, HOST, KIB, MIB, Rig, attention, batch, model, small, toks
+from tests.support.rig import DISK, HOST, KIB, MIB, Rig, attention, batch, model, small, toks
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
@@ -50,29 +49,6 @@ def test_the_gate_is_per_pool_group(big: int) -> None:
         assert (shortage.pool_group, shortage.gate, shortage.permanent) == (big, True, False)
 
 
-@pytest.mark.parametrize("max_util", [0.95, 0.5, 0.97, 1.0])
-@pytest.mark.parametrize("count", [1, 5, 32])
-def test_a_declared_batch_is_resumable(max_util: float, count: int) -> None:
-    """A constraint's requests all resume and take their token, at exactly the bytes of the floors."""
-    with Rig(exact(two_groups(constraints=[batch(count, 1)], max_util=max_util)), engine=False) as rig:
-        caches = [rig.create() for _ in range(count)]
-        for cache in caches:
-            assert cache.resume(rig.stream), cache.last_shortage
-        for cache in caches:
-            cache.capacity = 1
-
-
-def test_exactly_32_slots_each() -> None:
-    """32 slots of each group, each rounded to a grain: enough for the batch under a gate of 0.95."""
-    grains = -(-32 * 768 * KIB // GRAIN) + -(-32 * 1280 * KIB // GRAIN)
-    with Rig(two_groups(gpu=grains * GRAIN, constraints=[batch(32, 1)], max_util=0.95), engine=False) as rig:
-        caches = [rig.create() for _ in range(32)]
-        for cache in caches:
-            assert cache.resume(rig.stream), cache.last_shortage
-        for cache in caches:
-            cache.capacity = 1
-
-
 @pytest.mark.parametrize("held", [1, 2, 3])
 def test_no_lower_tier(held: int) -> None:
     """Only a GPU of 4 slots: what a suspended request holds cannot be had, quickly; the rest can; it resumes with its bytes."""
@@ -105,41 +81,6 @@ def test_a_load_does_not_evict_what_it_loads(depth: int, schedule: str) -> None:
         assert rig.probe(second) == 16
         again = rig.start(second)
         again.check()
-
-
-def test_clear_and_shutdown_with_open_caches() -> None:
-    """Refused with the call and the count, nothing changed; closing twice is fine; closed objects do not count."""
-    with Rig(small(8, tokens_per_block=32)) as rig:
-        rig.seed(toks(0, 64))
-        caches = [rig.create(toks(0, 64)) for _ in range(3)]
-        with pytest.raises(LogicError, match=r"clear_reusable_blocks\(\).*3 KV cache\(s\) still open"):
-            rig.manager.clear_reusable_blocks()
-        with pytest.raises(LogicError, match=r"shutdown\(\).*3 KV cache\(s\) still open"):
-            rig.manager.shutdown()
-        caches[0].close()
-        with pytest.raises(LogicError, match=r"2 KV cache\(s\) still open"):
-            rig.manager.clear_reusable_blocks()
-        assert rig.probe(toks(0, 64)) == 64
-        extra = rig.create(toks(0, 64))
-        assert extra.resume(rig.stream)
-        for cache in [*caches, extra, extra]:
-            cache.close()
-        rig.manager.clear_reusable_blocks()
-        assert rig.probe(toks(0, 64)) == 0
-
-
-def test_a_refused_shutdown_names_the_requests_that_are_open() -> None:
-    """The ids that the engine gave, the first eight of them; a cache without an id is only counted."""
-    with Rig(small(8)) as rig:
-        caches = [rig.create(id=number) for number in (7, 9)]
-        caches.append(rig.manager.create_kv_cache())
-        with pytest.raises(LogicError, match=r"3 KV cache\(s\) still open \(ids 7, 9\); close them first"):
-            rig.manager.shutdown()
-        caches += [rig.create(id=number) for number in range(20, 28)]
-        with pytest.raises(LogicError, match=r"11 KV cache\(s\) still open \(ids 7, 9, 20, 21, 22, 23, 24, 25, \.\.\.\)"):
-            rig.manager.shutdown()
-        for cache in caches:
-            cache.close()
 
 
 @pytest.mark.parametrize("length", [0, 3, 8, 10])

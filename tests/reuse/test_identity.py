@@ -234,9 +234,11 @@ def test_inputs_of_any_form_agree(committed: str) -> None:
         assert cache.resume(rig.stream)
         assert cache.resize(9)
         cache.commit(forms[committed])
+        assert cache.committed_tokens == ids
         cache.close()
         for form in forms.values():
             assert rig.manager.probe_reuse(None, form) == 9
+            assert rig.create(form).num_committed_tokens == 9
             assert keys(ReuseScope(), form) == keys(ReuseScope(), ids)
         empties: list[Any] = [[], (), np.array([], np.int32), array("i")]
         for empty in empties:

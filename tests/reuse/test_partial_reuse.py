@@ -204,3 +204,85 @@ def test_a_colder_identical_page_takes_over_the_slot(seed: int) -> None:
         assert rig.indices(reader.cache) == slots
         reader.check()
         request.check()
+
+
+@pytest.mark.parametrize("shared", range(1, 14))
+def test_a_branch_never_writes_into_what_it_shares(shared: int) -> None:
+    """A has 16 tokens; B reuses some of them, commits others behind, writes on: A's blocks keep their bytes and their match."""
+    with Rig(small(16)) as rig:
+        ours = toks(0, 16)
+        rig.seed(ours)
+        branch = rig.start(ours[:shared])
+        assert len(branch.tokens) == shared
+        assert branch.advance(toks(500, 503))
+        assert branch.advance(toks(600, 606), commit=False)
+        branch.check()
+        again = rig.start(ours)
+        assert len(again.tokens) == 16
+        again.check()
+        branch.check()
+
+
+@pytest.mark.parametrize("seeded", [(), (1,), (1, 3), (1, 2, 3, 4)])
+def test_roots_without_children(seeded: tuple[int, ...]) -> None:
+    """Scopes that were looked up but never committed to leave nothing to clear: clear returns at once, twice, and starts afresh."""
+    with Rig(small(16, tokens_per_block=2)) as rig:
+        for lora in (1, 2, 3, 4):
+            if lora in seeded:
+                rig.seed(toks(0, 4), ReuseScope(lora))
+            else:
+                idle = rig.start(toks(0, 4), ReuseScope(lora))
+                assert idle.cache.resize(3)
+                idle.close()
+        rig.manager.clear_reusable_blocks()
+        rig.manager.clear_reusable_blocks()
+        assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (0, 0)
+        rig.seed(toks(0, 2), ReuseScope(5))
+        assert rig.reused(toks(0, 2), ReuseScope(5)) == 2
+        assert inside.num_roots(rig.manager) == 1
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("backoff", [0, 1, 3, 7, 8, 9, 31, 32, 40])
+def test_backoff_never_goes_below_zero(backoff: int, partial: bool) -> None:
+    """What matches is the common beginning less the back-off, never less than nothing; probe and create agree; commits are
+    whole."""
+    with Rig(small(8, tokens_per_block=8, backoff=backoff, partial=partial)) as rig:
+        rig.seed(toks(0, 32))
+        assert inside.coverage(rig.manager, toks(0, 32), 0) == [8] * 4
+        for length in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32):
+            common = length if partial else length // 8 * 8
+            assert rig.reused(toks(0, length)) == max(0, common - backoff), length
+        assert rig.reused(toks(0, 50)) == 32 - min(backoff, 32)
+
+
+@pytest.mark.parametrize("length", [1, 31, 62, 63])
+def test_no_empty_nodes(length: int) -> None:
+    """Partial reuse off: part of a cached block matches nothing, and leaves no node behind; eviction empties the tree."""
+    with Rig(small(4, tokens_per_block=64, partial=False)) as rig:
+        rig.seed(toks(0, 64))
+        cache = rig.create(toks(0, length))
+        assert cache.num_committed_tokens == 0
+        assert cache.resume(rig.stream)
+        cache.close()
+        assert inside.num_tree_blocks(rig.manager) == 1
+        rig.take(4).close()
+        assert inside.num_tree_blocks(rig.manager) == 0
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_whole_prompt_cached(partial: bool) -> None:
+    """A full hit, a hit but for the last token, then on from there: one chain, no second copy of a block."""
+    with Rig(small(16, partial=partial)) as rig:
+        rig.seed(toks(0, 8))
+        whole = rig.start(toks(0, 8))
+        assert len(whole.tokens) == 8
+        whole.close()
+        request = rig.start(toks(0, 7))
+        assert len(request.tokens) == (7 if partial else 4)
+        assert request.advance(toks(len(request.tokens), 8))
+        assert request.advance(toks(8, 12))
+        request.check()
+        request.close()
+        assert rig.reused(toks(0, 12)) == 12
+        assert inside.num_tree_blocks(rig.manager) == 3

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import ConfigError
 from tests.support import inside
+from tests.support.engine import Token
 from tests.support.rig import GRAIN, KIB, MIB, Rig, attention, hybrid, model, ssm, toks
 
 
-@pytest.mark.parametrize("kept", ["left", "right", "none"])
-def test_a_page_of_another_life_cycle_keeps_its_block(kept: str) -> None:
-    """Two windowed life cycles; a block's page of one is evicted: it stays while the other's is there, else it goes, its empty
-    parents
-    with it, and the root."""
-    with Rig(model([attention(0, 512 * KIB, window=4), attention(1, MIB, window=5)], tokens_per_block=4, gpu=16 * MIB)) as rig:
-        rig.seed(toks(0, 8), priority=lambda ordinal, life_cycle: 50)
-        path = inside.tree_blocks(rig.manager, toks(0, 8))
-        assert len(path) == 2
-        for group in (0, 1) if kept == "none" else ((1,) if kept == "left" else (0,)):
-            pages = [inside.page_of(block, group) for block in path]
-            for page in reversed(pages):
-                assert page is not None
-                inside.drop(rig.manager, page)
-        if kept == "none":
-            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (0, 0)
-        else:
-            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (2, 1)
-        assert rig.probe(toks(0, 8)) == 0
+def rig_of(partial: bool = True) -> Rig:
+    """32 tokens a block, a full layer and a recurrent one."""
+    return Rig(model([attention(0, 8 * KIB), ssm(1, 24 * KIB)], gpu=8 * MIB, partial=partial))
+
+
+def other(beg: int, end: int) -> list[Token]:
+    """Tokens that no prompt of these tests has at the same position."""
+    return toks(100_000 + beg, 100_000 + end)
 
 
 @pytest.mark.parametrize("length", [8, 6, 4])
@@ -73,29 +62,6 @@ def reach_of(end: int, partial: bool) -> int:
     return end if partial else (end + 3) // 4 * 4
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_as_listed(partial: bool) -> None:
-    """32 tokens a block, commits of 32 and 32: prompts of 32, 48 and 96 reuse 32, 32 and 64."""
-    with Rig(hybrid(8, 16, tokens_per_block=32, partial=partial)) as rig:
-        rig.seed(toks(0, 64), chunk=32)
-        assert [rig.reused(toks(0, length)) for length in (32, 48, 96)] == [32, 32, 64]
-        if partial:
-            assert inside.depths(rig.manager, toks(0, 48)).before_hybrid == 48
-            assert inside.depths(rig.manager, toks(0, 64)).before_hybrid == 64
-
-
-@pytest.mark.parametrize("partial", [True, False])
-def test_unaligned_snapshot_and_the_partial_switch(partial: bool) -> None:
-    """Commits of 32 and 16: a prompt of 64 reuses 32, or 48 with partial reuse; one of exactly 48 always reuses 48."""
-    with Rig(hybrid(8, 16, tokens_per_block=32, partial=partial)) as rig:
-        request = rig.start()
-        assert request.advance(toks(0, 32))
-        assert request.advance(toks(32, 48))
-        request.close()
-        assert rig.reused(toks(0, 64)) == (48 if partial else 32)
-        assert rig.reused(toks(0, 48)) == 48
-
-
 @pytest.mark.parametrize("first", [33, 40, 48, 63])
 def test_a_snapshot_survives_the_block_that_covers_it(first: int) -> None:
     """A partial block with a snapshot is replaced by the full one of a longer prompt: both endpoints are reusable, with their
@@ -105,81 +71,11 @@ def test_a_snapshot_survives_the_block_that_covers_it(first: int) -> None:
         assert rig.extend(toks(0, 96)) == first
         assert rig.reused(toks(0, first)) == first
         assert rig.reused(toks(0, 96)) == 96
+        assert inside.coverage(rig.manager, toks(0, 96), rig.group(1)) == [0, first - 32, 32]
         for length in (first, 96):
             again = rig.start(toks(0, length))
             again.check()
             again.close()
-
-
-@pytest.mark.parametrize(("capacity", "history", "count", "fine"), [(64, 32, 32, True), (64, 48, 32, False), (48, 48, 48, True)])
-def test_commit_not_aligned_with_the_history(capacity: int, history: int, count: int, fine: bool) -> None:
-    """A state that stands elsewhere is no snapshot: refused, nothing committed, and the cache still closes."""
-    with Rig(hybrid(8, 16, tokens_per_block=32)) as rig:
-        request = rig.start()
-        cache = request.cache
-        assert cache.resize(capacity, history)
-        if fine:
-            cache.commit(toks(0, count))
-        else:
-            with pytest.raises(AssertionError):
-                cache.commit(toks(0, count))
-        assert cache.num_committed_tokens == (count if fine else 0)
-        assert cache.history_length == history
-        cache.close()
-        assert rig.counts().unavailable == 0
-
-
-@pytest.mark.parametrize("kinds", [[], ["full"], [(8, 0)]])
-def test_min_snapshot_is_required(kinds: list[str | tuple[int, int]]) -> None:
-    """Any recurrent layer without commit_min_snapshot is a configuration error; with it partial reuse is free to choose."""
-    layers = [
-        *[attention(number, KIB, window=kind[0] if isinstance(kind, tuple) else None) for number, kind in enumerate(kinds)],
-        ssm(9, KIB),
-    ]
-    with pytest.raises(ConfigError, match="commit_min_snapshot"):
-        model(layers, min_snapshot=False)
-    for partial in (True, False):
-        model(layers, min_snapshot=True, partial=partial)
-
-
-@pytest.mark.parametrize("length", [48, 64, 33, 5])
-def test_the_final_commit_moves(length: int) -> None:
-    """commit(..., is_end=True): the live tail and the live state are the tree's, no slot more, no copy."""
-    with Rig(hybrid(8, 16, tokens_per_block=32)) as rig:
-        request = rig.start()
-        assert request.cache.resize(length, 0)
-        slots = rig.indices(request.cache)
-        state = request.cache.get_ssm_block_base_index(rig.group(1))
-        free = [rig.counts(group=group).free for group in range(2)]
-        request.write(toks(0, length))
-        request.cache.commit(toks(0, length), None, True)
-        request.close()
-        assert [rig.counts(group=group).free for group in range(2)] == free
-        assert rig.manager.movement.pages_moved(0, 0) == 0
-        path = inside.tree_blocks(rig.manager, toks(0, length))
-        pages = [inside.page_of(block, rig.group(0)) for block in path]
-        assert [page.slot for page in pages if page is not None] == slots
-        snapshot = inside.page_of(path[-1], rig.group(1))
-        assert snapshot is not None
-        assert (snapshot.slot, snapshot.coverage) == (state, (length - 1) % 32 + 1)
-        again = rig.start(toks(0, length))
-        assert len(again.tokens) == length
-        again.check()
-
-
-def test_a_request_without_tokens_needs_a_state() -> None:
-    """Two states in all, one of them for a request of no tokens: the third request finds none, and it is the states that are
-    short."""
-    with Rig(hybrid(2, 16)) as rig:
-        idle, busy, third = rig.start(), rig.start(), rig.request()
-        assert busy.advance(toks(0, 6))
-        assert idle.cache.get_ssm_block_base_index(rig.group(1)) >= 0
-        assert third.resume() is False
-        shortage = third.cache.last_shortage
-        assert shortage is not None
-        assert shortage.pool_group == 1
-        idle.close()
-        assert third.resume()
 
 
 @pytest.mark.parametrize("states", [2, 3, 5])
@@ -241,27 +137,6 @@ def test_a_commit_without_room_for_a_partial_block() -> None:
         assert rig.counts().unavailable == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_states_move_between_tiers(seed: int) -> None:
-    """More requests than states: suspended ones' states go to the host and come back, under any legal order of the streams."""
-    with Rig(hybrid(2, 8, host_slots=16), "random", seed) as rig:
-        requests = []
-        for tag in range(4):
-            request = rig.start(stream=rig.new_stream())
-            assert request.advance(toks(100 * tag, 100 * tag + 6))
-            request.suspend()
-            requests.append(request)
-        for turn in range(2):
-            for tag, request in enumerate(requests):
-                assert request.resume()
-                assert request.advance(toks(100 * tag + 6 + turn, 100 * tag + 7 + turn))
-                request.suspend()
-        for request in requests:
-            assert request.resume()
-            request.check()
-            request.close()
-
-
 def test_a_model_of_states_only() -> None:
     """No attention layer at all: endpoints are where commits were, and nowhere else."""
     with Rig(model([ssm(0, 64 * KIB)], tokens_per_block=4, gpu=GRAIN)) as rig:
@@ -274,18 +149,87 @@ def test_a_model_of_states_only() -> None:
         again.check()
 
 
-def test_a_hit_runs_where_one_state_is_all_there_is() -> None:
-    """No room for both the snapshot and the live state, and never will be: the request takes the snapshot itself, out of the
-    tree."""
-    with Rig(hybrid(1, 8, host_slots=8)) as rig:
-        rig.seed(toks(0, 8))
-        request = rig.request(toks(0, 8))
-        assert len(request.tokens) == 8
-        assert request.resume(), request.cache.last_shortage
-        request.check()
-        assert request.advance(toks(8, 11))
-        request.check()
+def test_depth_without_snapshots() -> None:
+    """A prompt of 48 reuses 32, but 48 by the attention layers; one of 64 reuses 64 by both."""
+    with rig_of() as rig:
+        rig.seed(toks(0, 64), chunk=32)
+        assert inside.depths(rig.manager, toks(0, 48))[:2] == (32, 48)
+        assert inside.depths(rig.manager, toks(0, 64))[:2] == (64, 64)
+
+
+def test_divergence_depth() -> None:
+    """64 of 64; a sibling that diverges at 64 reports 64 of 96; a prompt of 48 reports 48 with 32 reused; an unrelated one 0."""
+    with rig_of() as rig:
+        rig.seed(toks(0, 64), chunk=32)
+        assert inside.depths(rig.manager, toks(0, 64)).divergence == 64
+        sibling = inside.depths(rig.manager, [*toks(0, 64), *other(64, 96)])
+        assert (sibling.divergence, sibling.lookup) == (64, 96)
+        short = inside.depths(rig.manager, toks(0, 48))
+        assert (short.reused, short.divergence) == (32, 48)
+        assert inside.depths(rig.manager, other(0, 64))[:3] == (0, 0, 0)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_depths_are_ordered(partial: bool) -> None:
+    """reused <= depth without snapshots <= divergence <= lookup, for every length from 1 to 128."""
+    with rig_of(partial) as rig:
+        rig.seed(toks(0, 112), chunk=28)
+        for length in range(1, 129):
+            found = inside.depths(rig.manager, toks(0, length))
+            assert found.reused <= found.before_hybrid <= found.divergence <= found.lookup == length
+
+
+def test_a_branch_needs_a_snapshot_where_it_leaves() -> None:
+    """A snapshot only at 96: a sibling that leaves at 64 reuses nothing; once somebody committed at 64, the next one reuses 64."""
+    with rig_of() as rig:
+        rig.seed(toks(0, 96))
+        sibling = [*toks(0, 64), *other(64, 96)]
+        assert inside.depths(rig.manager, sibling)[:3:2] == (0, 64)
+        request = rig.start(sibling)
+        assert request.tokens == []
+        assert request.advance(sibling[:64])
+        assert request.advance(sibling[64:])
         request.close()
-        again = rig.start(toks(0, 11))
-        assert len(again.tokens) == 11
+        third = [*toks(0, 64), *other(500, 532)]
+        assert rig.reused(third) == 64
+        again = rig.start(third)
+        again.check()
+
+
+def test_snapshots_inside_one_block() -> None:
+    """Turns of 10, 20 and 25 tokens in one block reuse 0, 10 and 20; then 25 is reusable, with the right state."""
+    with rig_of() as rig:
+        assert [rig.extend(toks(0, length)) for length in (10, 20, 25)] == [0, 10, 20]
+        request = rig.start(toks(0, 25))
+        assert len(request.tokens) == 25
+        request.check()
+        assert request.advance(toks(25, 40))
+        request.check()
+
+
+def test_forks_inside_one_block() -> None:
+    """With a snapshot at 20: a fork at 15 reuses 0, one at 25 reuses 20, one that goes on to 32 reuses 20, and its own fork at
+    40 then 32."""
+    with rig_of() as rig:
+        rig.seed(toks(0, 20))
+        assert rig.reused([*toks(0, 15), *other(15, 25)]) == 0
+        assert rig.reused([*toks(0, 20), *other(20, 25)]) == 20
+        aligned = [*toks(0, 20), *other(20, 32)]
+        assert rig.extend(aligned) == 20
+        assert rig.extend([*aligned, *other(700, 708)]) == 32
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_snapshot_inside_a_block(partial: bool) -> None:
+    """A snapshot at 48, 16 tokens into its block: a longer prompt gets 32 without partial reuse and 48 with it; exactly 48 gets
+    48."""
+    with rig_of(partial) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 32))
+        assert request.advance(toks(32, 48))
+        request.close()
+        assert rig.reused(toks(0, 64)) == (48 if partial else 32)
+        assert rig.reused(toks(0, 48)) == 48
+        assert inside.coverage(rig.manager, toks(0, 48), rig.group(1)) == [32, 16]
+        again = rig.start(toks(0, 48))
         again.check()

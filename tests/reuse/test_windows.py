@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import inside
-from tests.support.rig import KIB, Kind, Rig, attention, model, small, toks
+from tests.support.rig import KIB, MIB, Kind, Rig, attention, model, small, toks
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(128, [0, 0, 32, 32]), (96, [0, 32, 32]), (95, [0, 32, 31]), (127, [0, 0, 32, 31])])
@@ -123,3 +123,48 @@ def test_growth_uses_what_the_window_gives_up() -> None:
         for beg in range(0, 100, 4):
             assert request.advance(toks(beg, beg + 4), commit=False)
         request.check()
+
+
+@pytest.mark.parametrize("kept", ["left", "right", "none"])
+def test_a_page_of_another_life_cycle_keeps_its_block(kept: str) -> None:
+    """Two windowed life cycles; a block's page of one is evicted: it stays while the other's is there, else it goes, its empty
+    parents
+    with it, and the root."""
+    with Rig(model([attention(0, 512 * KIB, window=4), attention(1, MIB, window=5)], tokens_per_block=4, gpu=16 * MIB)) as rig:
+        rig.seed(toks(0, 8), priority=lambda ordinal, life_cycle: 50)
+        path = inside.tree_blocks(rig.manager, toks(0, 8))
+        assert len(path) == 2
+        for group in (0, 1) if kept == "none" else ((1,) if kept == "left" else (0,)):
+            pages = [inside.page_of(block, group) for block in path]
+            for page in reversed(pages):
+                assert page is not None
+                inside.drop(rig.manager, page)
+        if kept == "none":
+            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (0, 0)
+        else:
+            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (2, 1)
+        assert rig.probe(toks(0, 8)) == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(80, 96), (33, 64), (1, 32), (95, 96), (64, 96)])
+def test_window_of_one_token(first: int, second: int) -> None:
+    """The input token is the whole window: a stale window page that covers part of a block never limits a match."""
+    with Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=1)], min_snapshot=True)) as rig:
+        rig.extend(toks(0, first))
+        assert rig.extend(toks(0, second)) == first
+        assert rig.probe(toks(0, second)) == second
+        again = rig.start(toks(0, second))
+        assert again.advance(toks(700, 705))
+        again.check()
+
+
+@pytest.mark.parametrize(("size", "window"), [(32, 8), (32, 1), (32, 33), (4, 8), (4, 7), (4, 9), (4, 1), (1, 3)])
+def test_where_a_window_slides(size: int, window: int) -> None:
+    """A block is live exactly while it holds one of the window - 1 positions before the history's end, or later ones."""
+    with Rig(model([attention(0, 16 * size, window=window)], tokens_per_block=size)) as rig:
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        for history in range(64):
+            assert cache.resize(history + 1, history)
+            live = [block for block in range(cache.num_blocks) if (block + 1) * size > history + 1 - window]
+            assert rig.blocks_mapped(cache) == live, history

@@ -19,8 +19,9 @@ from kv_cache_manager_v2 import (
     introspection,
 )
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_of, seed, suspended_cache
+from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import GRAIN, HOST, Kind, Rig, hybrid, model, small, ssm, toks
+from tests.support.rig import GPU, GRAIN, HOST, Kind, Rig, hybrid, model, small, ssm, toks
 
 
 def test_all_on_the_gpu_then_most_on_the_host() -> None:
@@ -268,3 +269,16 @@ def test_a_call_that_raises_leaves_its_peaks_behind() -> None:
             other.resume()
         assert other.resize(16)
         assert peaks(rig) == PoolGroupPeakBlockStats(4, 4, 0)
+
+
+def test_storage_statistics_are_the_books() -> None:
+    """Per pool group: total, free, evictable, and what follows from them."""
+    with Rig(small(8, host_slots=4)) as rig:
+        rig.seed(toks(0, 8))
+        request = rig.start()
+        assert request.cache.resize(12)
+        for level in (GPU, HOST):
+            (stats,) = rig.manager.get_storage_statistics(level)
+            assert (stats.total, stats.free, stats.evictable, stats.unavailable) == tuple(inside.counts(rig.manager, level))
+            assert stats.available == stats.free + stats.evictable
+        assert list(rig.manager.get_life_cycle_pool_group_indices()) == [0]
