@@ -54,6 +54,7 @@ class Scene:
         self.ended.stop_committing()
         self.plan: PlannedDropHandle | None = None
         self.ends_shut_down = False
+        self.interrupted = False
         device.counting = True
 
     def start(self, tokens: list[Token], committed: int) -> KVCache:
@@ -83,8 +84,9 @@ class Scene:
         assert not self.leaks()
 
     def leaks(self) -> list[str]:
-        """Memory of the manager's. An event or a gate is lost where an interrupt comes between its creation and its owner."""
-        return [leak for leak in self.device.inner.leaks() if not leak.startswith(("event", "gate", "stream"))]
+        """What the manager left on the device. Streams are the test's. An interrupt may leave a new event or gate without owner."""
+        own = ("event", "gate", "stream") if self.interrupted else ("stream",)
+        return [leak for leak in self.device.inner.leaks() if not leak.startswith(own)]
 
     def _check_slots(self) -> None:
         manager = self.manager
@@ -201,6 +203,10 @@ def poisoned(scene: Scene) -> bool:
     return True
 
 
+# The manager does without the answer, waits on the host instead of marking the stream, or keeps the old size of the tier.
+DISPENSABLE = ("query_event", "create_event", "record_event", "host_register")
+
+
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal()).__name__)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CALLS)
@@ -224,6 +230,8 @@ def test_a_refused_device_call_changes_nothing(name: str, model: str, refusal: C
             scene.finish()
             return
         points += 1
+        assert error is not None or refused[0][1] in DISPENSABLE, f"{what}: the refusal is lost"
+        assert error is not None or not isinstance(refusal(), KeyboardInterrupt), f"{what}: the interrupt is lost"
         assert error is None or isinstance(error, type(refusal())), f"{what}: {error!r} came out"
         assert free_lock(scene.manager), f"{what}: the lock is held"
         assert not poisoned(scene), f"{what}: poisoned"

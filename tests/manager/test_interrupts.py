@@ -56,6 +56,7 @@ def interrupted(name: str, folder: Path, nth: int) -> int:
         scene.finish()
         return interrupter.count
     assert isinstance(error, KeyboardInterrupt), error
+    scene.interrupted = True
     where = f"interrupted at place {nth}"
     assert free_lock(scene.manager), f"{where}: the lock is held"
     if not poisoned(scene):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_cache_manager_v2 import ConfigError, KVCache, PageDataLostError
+from kv_cache_manager_v2 import ConfigError, KVCache, KVCacheError, PageDataLostError
 from tests.request.test_provisional import seed
-from tests.support.rig import GPU, Rig, small, toks
+from tests.support.rig import GPU, Kind, Rig, small, toks
 
 ENDS: dict[str, Callable[[Rig, KVCache], None]] = {
     "active": lambda rig, cache: cache.close(),
@@ -146,3 +146,64 @@ def test_a_bool_is_no_token(tokens: list[int]) -> None:
         with pytest.raises(ConfigError, match="bool"):
             cache.commit(tokens)
         assert cache.num_committed_tokens == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_commit_that_the_device_refuses_commits_nothing(nth: int) -> None:
+    """The blocks are another request's already, ready at different points of a stream that stands still: to adopt each of them the
+    own stream has to wait once more."""
+    with Rig(small(16), engine=False) as rig:
+        busy = rig.new_stream()
+        gate = rig.driver.gate(busy)
+        other = rig.create()
+        assert other.resume(busy)
+        assert other.resize(12)
+        for beg in (0, 4, 8):
+            other.commit(toks(beg, beg + 4))
+            rig.driver.launch(busy, lambda: None)
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        assert cache.resize(16)
+        cache.commit(toks(0, 2))
+        rig.driver.fail("wait_event", nth)
+        with pytest.raises(KVCacheError, match="injected"):
+            cache.commit(toks(2, 13))
+        assert (cache.num_committed_tokens, cache.committed_tokens) == (2, toks(0, 2))
+        rig.manager.check_invariants()
+        cache.commit(toks(2, 13))
+        assert cache.committed_tokens == toks(0, 13)
+        assert rig.indices(cache)[:3] == rig.indices(other)
+        rig.manager.check_invariants()
+        gate.open()
+
+
+@pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0)), ("full", (8, 0), (12, 0), (16, 0))])
+@pytest.mark.parametrize("history", [None, 0], ids=["quick", "long"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_growth_that_the_device_refuses_adds_nothing(kinds: tuple[Kind, ...], history: int | None, nth: int) -> None:
+    """The free slots were used last on other, busy streams, one after the other, so that growing has to wait for each of these."""
+    with Rig(small(8 * len(kinds), kinds=kinds), schedule="random", seed=1, engine=False) as rig:
+        streams = [rig.driver.create_stream() for _number in range(4)]
+        gates = [rig.driver.gate(stream) for stream in streams]
+        others = [rig.manager.create_kv_cache() for _stream in streams]
+        for other, stream in zip(others, streams, strict=True):
+            assert other.resume(stream)
+            assert other.resize(8)
+        for other in others:
+            other.close()
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        free = rig.manager.get_storage_statistics()[0].free
+        rig.driver.fail("wait_event", nth)
+        with pytest.raises(KVCacheError, match="injected"):
+            cache.resize(32, history)
+        assert (cache.capacity, cache.num_blocks) == (0, 0)
+        assert rig.manager.get_storage_statistics()[0].free == free
+        rig.manager.check_invariants()
+        assert cache.resize(32, history)
+        rig.manager.check_invariants()
+        cache.close()
+        for gate in gates:
+            gate.open()
+        for stream in streams:
+            rig.driver.destroy_stream(stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -29,40 +27,6 @@ class TestFullAttention:
         cache.store(toks(0, 8))
         assert lengths(cache.match([])) == (0, 0, 0, 0)
         assert cache.match(toks(0, 8)).blocks == cache.store(toks(0, 8))
-
-    def test_partial_switch(self) -> None:
-        """With partial matching a block may be shared in part, without it only as a whole."""
-        cache = Cache(4, FULL)
-        path = cache.store(toks(0, 12))
-        assert cache.probe(toks(0, 10), partial=False) == 8
-        found = cache.match(toks(0, 10), partial=True)
-        assert (found.num_tokens, found.blocks) == (10, path)
-
-    def test_whole_prompt_cached(self) -> None:
-        """All of it, or all but the last token."""
-        cache = Cache(4, FULL)
-        cache.store(toks(0, 8))
-        for partial, expected in ((True, 7), (False, 4)):
-            assert cache.probe(toks(0, 8), partial) == 8
-            assert cache.probe(toks(0, 7), partial) == expected
-        cache.store(toks(0, 12))
-        assert cache.probe(toks(0, 12)) == 12
-        assert cache.tree.num_blocks == 3
-
-    def test_prompt_shorter_than_a_block(self) -> None:
-        """Without partial matching it matches nothing, and matching makes no node."""
-        cache = Cache(64, FULL)
-        cache.store(toks(0, 64))
-        assert cache.probe(toks(0, 63), partial=False) == 0
-        assert cache.probe(toks(0, 63), partial=True) == 63
-        assert cache.tree.num_blocks == 1
-
-    def test_a_stored_partial_block_matches_its_exact_remainder(self) -> None:
-        """Even without partial matching; a longer or shorter prompt needs the switch."""
-        cache = Cache(4, FULL)
-        cache.store(toks(0, 6))
-        assert [cache.probe(toks(0, n), partial=False) for n in (4, 5, 6, 7)] == [4, 4, 6, 4]
-        assert [cache.probe(toks(0, n), partial=True) for n in (4, 5, 6, 7)] == [4, 5, 6, 6]
 
     def test_prompt_longer_than_what_is_stored(self) -> None:
         """The rest is new."""
@@ -145,16 +109,6 @@ class TestWindows:
         cache.give(second, 1, 126)
         assert cache.probe(query) < 255
 
-    @pytest.mark.parametrize("history", [37, 38, 39, 32])
-    def test_window_smaller_than_a_block(self, history: int) -> None:
-        """At 38 tokens of history blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is."""
-        for missing in (0, 1):
-            cache = Cache(32, window(8))
-            path = cache.store(toks(0, 64))
-            cache.lose(path[missing])
-            live = {37: (0, 1), 38: (0, 1), 39: (1,), 32: (0,)}[history]
-            assert (cache.probe(toks(0, history)) == history) == (missing not in live)
-
     def test_window_of_one_token_needs_no_history_at_a_boundary(self) -> None:
         """The input token is the whole window, so a short page of the last block limits nothing there."""
         cache = Cache(32, FULL, window(1))
@@ -186,118 +140,8 @@ class TestWindows:
         assert (found.num_tokens, found.blocks) == (12, first)
         assert found.divergence == 16
 
-    def test_coverage_of_a_conversation_only_grows(self) -> None:
-        """Turns of 80, 88 and again 80 tokens: both endpoints stay reusable."""
-        cache = Cache(32, FULL, window(16))
-        windows = []
-        for length in (80, 88, 80):
-            path = cache.store(toks(0, length))
-            last = cache.match(toks(0, length)).blocks[2]
-            page = last.pages[1]
-            assert page is not None
-            windows.append(page.coverage)
-            assert len(path) >= 2
-        assert windows == [16, 24, 24]
-        assert cache.probe([*toks(0, 80), 999]) == 80
-        assert cache.probe([*toks(0, 88), 999]) == 88
-
-
-class TestSnapshots:
-    def test_attention_hit_with_recurrent_miss(self) -> None:
-        """Groups are reconciled by intersection; the diagnostic says what attention alone would give."""
-        cache = Cache(4, FULL, SSM)
-        cache.store(toks(0, 8), snapshots=False)
-        assert lengths(cache.match(toks(0, 8))) == (0, 8, 8, 8)
-
-    def test_snapshots_of_several_commits_stay_independent(self) -> None:
-        """A later endpoint does not cost an earlier one."""
-        cache = Cache(32, FULL, SSM)
-        cache.store(toks(0, 32))
-        cache.store(toks(0, 64))
-        for partial in (False, True):
-            assert [cache.probe(toks(0, n), partial) for n in (32, 48, 96)] == [32, 32, 64]
-        assert cache.match(toks(0, 48), partial=True).before_hybrid == 48
-        assert cache.match(toks(0, 48), partial=False).before_hybrid == 32
-        assert cache.match(toks(0, 64), partial=True).before_hybrid == 64
-
-    def test_unaligned_snapshot_and_the_partial_switch(self) -> None:
-        """A longer prompt needs the switch to use it, the exact one does not."""
-        cache = Cache(32, FULL, SSM)
-        cache.store(toks(0, 32))
-        path = cache.store(toks(0, 48))
-        snapshot = path[1].pages[1]
-        assert snapshot is not None
-        assert snapshot.coverage == 16
-        assert [cache.probe(toks(0, 64), partial) for partial in (False, True)] == [32, 48]
-        assert [cache.probe(toks(0, 48), partial) for partial in (False, True)] == [48, 48]
-
-    def test_snapshot_survives_the_full_sibling(self) -> None:
-        """The block that continues a partial one keeps its snapshot."""
-        cache = Cache(32, FULL, SSM)
-        cache.store(toks(0, 48))
-        cache.store(toks(0, 96))
-        assert cache.probe(toks(0, 48)) == 48
-        assert cache.probe(toks(0, 96)) == 96
-
-    def test_several_snapshots_in_one_block(self) -> None:
-        """Positions 10, 20, 25: the widest replaces the others, a fork reuses what lies before it."""
-        cache = Cache(32, FULL, SSM)
-        reused = []
-        for position in (10, 20, 25):
-            reused.append(cache.probe(toks(0, position)))
-            cache.store(toks(0, position))
-        assert reused == [0, 10, 20]
-        assert cache.probe(toks(0, 25)) == 25
-        assert cache.probe(toks(0, 20)) == 0
-
-    def test_forks_inside_a_block(self) -> None:
-        """With a snapshot at 20, a fork at 15 reuses nothing, forks at 25 and later reuse 20."""
-        cache = Cache(32, FULL, SSM)
-        cache.store(toks(0, 20))
-        assert cache.probe([*toks(0, 15), *toks(90, 110)]) == 0
-        assert cache.probe([*toks(0, 25), *toks(90, 110)]) == 20
-        cache.store(toks(0, 32))
-        assert cache.probe([*toks(0, 40)]) == 32
-
-    def test_divergence_depth(self) -> None:
-        """Where a branch leaves the cached path, whatever can be reused of it."""
-        cache = Cache(32, FULL, SSM)
-        cache.store(toks(0, 96))
-        sibling = [*toks(0, 64), *toks(500, 532)]
-        assert lengths(cache.match(sibling)) == (0, 64, 64, 96)
-        cache.store(toks(0, 64))
-        assert lengths(cache.match(sibling)) == (64, 64, 64, 96)
-        assert lengths(cache.match(toks(800, 832))) == (0, 0, 0, 32)
-
-    @pytest.mark.parametrize("length", [16, 32, 48, 64, 96, 128])
-    def test_lengths_are_ordered(self, length: int) -> None:
-        """reused <= before hybrid pruning <= divergence <= lookup."""
-        cache = Cache(32, FULL, window(40), SSM)
-        cache.store(toks(0, 32))
-        path = cache.store(toks(0, 112))
-        cache.lose(path[1], 1)
-        found = cache.match(toks(0, length))
-        assert list(lengths(found)) == sorted(lengths(found))
-
-    def test_snapshots_only(self) -> None:
-        """A model of recurrent layers alone needs nothing but the snapshot."""
-        cache = Cache(4, SSM)
-        cache.store(toks(0, 8))
-        cache.store(toks(0, 14))
-        assert [cache.probe(toks(0, n)) for n in (7, 8, 13, 14, 20)] == [0, 8, 8, 14, 14]
-
 
 class TestIdentity:
-    def test_scopes_share_nothing(self) -> None:
-        """In no pair of scopes is anything reused, not even one token."""
-        scopes = [ReuseScope(lora, salt) for lora, salt in itertools.product([None, 0, 7, 123], repeat=2)]
-        cache = Cache(4, FULL)
-        for scope in scopes:
-            assert cache.probe(toks(0, 4), scope=scope) == 0
-            assert cache.probe([0], scope=scope) == 0
-            cache.store(toks(0, 4), scope)
-            assert cache.probe(toks(0, 4), scope=scope) == 4
-
     def test_another_item_is_another_prompt(self) -> None:
         """Reuse stops before the first differing digest, however alike they are."""
         cache = Cache(4, FULL)
@@ -333,13 +177,6 @@ class TestIdentity:
             assert match(cache.tree, EMPTY_SCOPE, pack_unchecked(bad[:4]), True, 0).num_tokens == expected
             cache.store(toks(0, 4))
 
-    def test_buffers_match_like_lists(self) -> None:
-        """Commit with one, probe with another."""
-        cache = Cache(4, FULL)
-        cache.store(toks(0, 10))
-        for carrier in (np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int64), tuple(range(10)), np.arange(20)[::2] // 2):
-            assert match(cache.tree, EMPTY_SCOPE, pack(carrier), True, 0).num_tokens == 10
-
 
 class TestKeys:
     def key(self, tokens: list[Token], ordinal: int, scope: ReuseScope = EMPTY_SCOPE) -> bytes:
@@ -348,43 +185,6 @@ class TestKeys:
     def first_new(self, cache: Cache, tokens: list[Token], backoff: int = 0) -> bytes | None:
         found = cache.match(tokens, backoff=backoff)
         return first_new_block_key(cache.tree, EMPTY_SCOPE, pack(tokens), found)
-
-    def test_no_full_block_would_be_new(self) -> None:
-        """A prompt shorter than a block, or wholly cached, adds none."""
-        cache = Cache(4, FULL)
-        assert self.first_new(cache, toks(0, 3)) is None
-        cache.store(toks(0, 8))
-        assert self.first_new(cache, toks(0, 8)) is None
-        assert self.first_new(cache, toks(0, 11)) is None
-
-    @pytest.mark.parametrize("backoff", [0, 1, 4, 5, 16])
-    @pytest.mark.parametrize("shared", [0, 1, 3, 4, 5, 7, 8, 11, 16])
-    def test_the_key_is_of_the_prompts_own_chain(self, shared: int, backoff: int) -> None:
-        """Never a partly matched block's own key."""
-        cache = Cache(4, FULL)
-        cache.store(toks(0, 16))
-        query = [*toks(0, shared), *toks(100, 120)][:16]
-        ordinal = cache.probe(query, backoff=backoff) // 4
-        expected = self.key(query, ordinal) if ordinal < 4 else None
-        assert self.first_new(cache, query, backoff) == expected
-
-    def test_a_block_without_its_window_page_is_new(self) -> None:
-        """The node exists, but a request would have to compute it."""
-        cache = Cache(4, FULL, window(4))
-        path = cache.store(toks(0, 8))
-        cache.lose(path[1], 1)
-        query = [*toks(0, 8), *toks(100, 104)]
-        assert cache.probe(query) == 4
-        assert self.first_new(cache, query) == path[1].block_key() == self.key(query, 1)
-
-    def test_cold_and_after_clear(self) -> None:
-        """Equal prompts have equal first keys, before anything is stored and after everything is gone."""
-        cache = Cache(4, FULL)
-        cold = self.first_new(cache, toks(0, 8))
-        path = cache.store(toks(0, 8))
-        assert path[0].block_key() == cold
-        cache.tree.clear()
-        assert self.first_new(cache, toks(0, 8)) == cold == self.key(toks(0, 8), 0)
 
     def chain(self, tokens: list[Token], scope: ReuseScope = EMPTY_SCOPE) -> list[bytes]:
         return [key for _part, key in sequence_to_blockchain_keys(4, scope, tokens)][1:]
