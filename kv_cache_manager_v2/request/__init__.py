@@ -1,1 +1,1 @@
-"""One request's cache."""
+"""The cache of one request: its pages, its lengths, and the calls that change them."""

@@ -1,6 +1,6 @@
 """The audit of a manager: every invariant of every structure, and the counts that must agree between them.
 
-Rule: an audit only reads. It is what decides whether a manager that an unexpected exception left may go on.
+An audit changes nothing. After an unexpected exception it decides whether the manager can still be used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def check_everything(shared: ManagerState) -> None:
-    """Assert every invariant of every structure, and that the pages' counters are what the open requests account for.
-    O(everything)."""
+    """Assert every invariant of every structure, and that the counts of all pages equal their use by open requests.
+
+    O(pages + blocks + requests).
+    """
     shared.timeline.check_invariants()
     shared.hierarchy.check_invariants()
     shared.tree.check_invariants()
@@ -22,7 +24,7 @@ def check_everything(shared: ManagerState) -> None:
 
 
 def check_accounts(shared: ManagerState) -> None:
-    """Assert that each request is consistent in itself, and that the counters of all pages equal what requests account for."""
+    """Assert that each request is consistent, and that the locks and holds of all pages equal their use by open requests."""
     locks: dict[int, int] = {}
     holds: dict[int, int] = {}
     pages: dict[int, Page] = {}
@@ -53,16 +55,16 @@ def check_accounts(shared: ManagerState) -> None:
             locks[id(page)] = locks.get(id(page), 0) + 1
     _check_pins(shared)
     for page in pages.values():
-        assert page.alive(), f"a request holds a page that is gone: {page.life_cycle=} {page.level=}"
+        assert page.alive(), f"a request uses a page that has been dropped: {page.life_cycle=} {page.level=}"
     for page in shared.hierarchy.all_pages():
         key = id(page)
         assert page.locks == locks.get(key, 0), (page.locks, locks.get(key, 0))
         assert page.holds == holds.get(key, 0), (page.holds, holds.get(key, 0))
-        assert page.locks > 0 or page.holds > 0 or page.owner is not None, "a page that is not needed has a slot"
+        assert page.locks > 0 or page.holds > 0 or page.owner is not None, "a page without lock, hold and owner has a slot"
 
 
 def _check_pins(shared: ManagerState) -> None:
-    """Assert that blocks are pinned by open requests only, each by those whose path ends there."""
+    """Assert that the pins of each block equal the number of open requests whose path ends there."""
     pins: dict[int, int] = {}
     for request in shared.open.values():
         if request.tip is not None:
@@ -76,12 +78,12 @@ def _check_state(request: Request) -> None:
     assert request.committed <= request.history <= request.capacity
     assert request.num_blocks == -(-request.capacity // size)
     assert len(request.path) == request.committed // size
-    assert count_tokens(request.tail.getvalue()) == request.committed % size, "the tail ends where the committed tokens do"
-    assert (request.tip is None) == (not request.path), "the path ends where the full committed blocks end"
+    assert count_tokens(request.tail.getvalue()) == request.committed % size, "the tail differs from the committed tokens"
+    assert (request.tip is None) == (not request.path), "the path and its last block `tip` disagree"
     assert request.tip is None or request.tip.pins > 0
     for table in request.tables:
         start, end = table.life_cycle.stale(request.history)
-        assert end == start or (start, end) == (table.stale_start, table.stale_end), "the stale range has moved"
+        assert end == start or (start, end) == (table.stale_start, table.stale_end), "the cached stale range is out of date"
         assert end > start or table.stale_end == table.stale_start
         assert len(table.pages) == request.num_blocks == table.row.length
         assert table.life_cycle.next_stale_change(request.history) >= request.next_stale

@@ -1,7 +1,7 @@
-"""Resize and commit as whole calls: of one request, or of a step's whole batch.
+"""Resize and commit as complete calls, for one request or for a batch of requests.
 
-Rule: a batch call is the loop over its requests, in order: equal in lengths, pages, statistics and events. It saves the loop's
-own cost in the caller's interpreter, and takes the lock once.
+A batch call has the same effect as a loop over its requests: the same lengths, pages, statistics and events. It saves the cost of
+the loop in the caller's interpreter, and takes the lock once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 
 
 def resize(request: Request, capacity: int | None, history: int | None) -> bool:
-    """`KVCache.resize` where it leaves the request's own state."""
+    """`KVCache.resize`, if it changes more than the request's own state."""
     with request.shared.lock:
         return _resize(request, capacity, history)
 
 
 def _resize(request: Request, capacity: int | None, history: int | None) -> bool:
-    """Lock held."""
+    """Resize one request. The lock is held."""
     with Call(request.shared, "resize()"):
         request.require(ACTIVE, "resize()")
         done = capacity is not None and history is None and growth.add_blocks(request, capacity)
@@ -40,7 +40,7 @@ def _resize(request: Request, capacity: int | None, history: int | None) -> bool
 
 
 def commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
-    """`KVCache.commit` where it leaves the request's own state."""
+    """`KVCache.commit`, if it changes more than the request's own state."""
     with request.shared.lock, Call(request.shared, "commit()"):
         _commit(request, tokens, beam_indices, is_end)
 
@@ -53,8 +53,10 @@ def commit_token(request: Request, token: int) -> None:
 
 
 def _commit_token(request: Request, token: int, point: Point) -> Point:
-    """`point`: the end of the work on the request's stream, NULL_POINT if it is not known yet; returns it if it is known now. Lock
-    held."""
+    """Commit one token. The lock is held.
+
+    `point` is the end of the work on the request's stream, or NULL_POINT if it is not recorded yet. Returns the point, if recorded.
+    """
     with Call(request.shared, "commit()"):
         if not request.takes_one(token):
             _commit(request, pack([token], request.text_only), None, False)
@@ -66,7 +68,7 @@ def _commit_token(request: Request, token: int, point: Point) -> Point:
 
 
 def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end: bool) -> None:
-    """Lock held, inside a `Call`."""
+    """Commit tokens. The lock is held, inside a `Call`."""
     if tokens.num_tokens > 0:
         request.require(ACTIVE, "commit()")
         committing.check_commit(request, tokens.num_tokens)
@@ -75,7 +77,7 @@ def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_en
             beams = choose_beams(request, tokens.num_tokens, _beam_list(beam_indices))
         committing.commit(request, tokens, beams, is_end)
     elif request.status == CLOSED:
-        raise LogicError("commit(): this cache is closed")
+        raise LogicError("commit(): this cache is closed; create another one")
     if is_end:
         committing.stop_committing(request, True, NULL_POINT)
 
@@ -85,10 +87,10 @@ def _beam_list(indices: object) -> list[int] | None:
 
 
 def resize_all(requests: list[Request], capacities: list[object], histories: list[object] | None) -> int:
-    """Resize from the front until one is short of pages; how many were done."""
+    """Resize requests in order until one has a shortage. Returns how many were resized."""
     count = len(requests)
     if len(capacities) != count or (histories is not None and len(histories) != count):
-        raise ConfigError(f"{count} caches need {count} capacities, and as many histories if any are given")
+        raise ConfigError(f"{count} caches need {count} capacities and, if histories are passed, {count} histories")
     if count == 0:
         return 0
     position = 0
@@ -119,7 +121,7 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
     if count == 0:
         return
     stream = requests[0].stream
-    point = NULL_POINT  # the end of the work on that stream, to which this call adds nothing: recorded once
+    point = NULL_POINT  # end of the work on that stream: recorded once, since this call queues nothing there
     position = 0
     with requests[0].shared.lock:
         try:
@@ -145,13 +147,13 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
 
 
 def _say_whose(error: KVCacheError, request: Request, position: int) -> None:
-    """An error of a batch says of which request it speaks; those before it are done."""
+    """Add the request and its position to the text of an error. Earlier requests of the batch are done."""
     named = f" (id {request.request_id})" if request.request_id is not None else ""
     error.args = (f"caches[{position}]{named}: {error.args[0] if error.args else error}", *error.args[1:])
 
 
 def _scalar(item: object) -> int | None:
-    """The id that numpy's or torch's scalar is; None for a run of tokens."""
+    """The value of a numpy or torch scalar; None for a sequence of tokens."""
     if isinstance(item, (list, tuple, bool)) or not isinstance(item, SupportsIndex) or getattr(item, "ndim", 0) != 0:
         return None
     return index(item)

@@ -1,8 +1,9 @@
 """Beam search: several continuations of one prompt in one request.
 
-Rule: what is settled is shared, what is still written is per beam. Widening leaves the full history blocks to beam 0 (the
-others read BAD there: kernels share them) and gives each further beam a copy of the partial last block and of the recurrent
-state. A block is committed from one beam: the manager does not know where a token's bytes lie inside a page, so it cannot mix them.
+Blocks that are full of history are shared; blocks that are still written exist once per beam. Widening leaves the full history
+blocks to beam 0, and kernels share them: the index rows of other beams have BAD_PAGE_INDEX there. Each further beam gets a copy of
+the partial last block and of the recurrent state. A block is committed from one beam: the manager does not know where a token's
+bytes are inside a page, so it cannot combine beams.
 
     beam 0   P  P  P  P  P        history ends in block 3
     beam 1   -  -  -  P  P        -: shared with beam 0
@@ -23,16 +24,19 @@ ANY_BEAM: Final = -1  # tokens that all beams share: committed before the reques
 
 
 def set_width(request: Request, width: int) -> None:
-    """Widen or narrow. Raises ConfigError or LogicError for a width that cannot be, OutOfPagesError if copies find no slot:
-    nothing changed."""
+    """Widen or narrow a request.
+
+    Raises ConfigError for an invalid width, LogicError in a state that does not allow a change, OutOfPagesError if there are too
+    few slots for the copies. Nothing has changed then.
+    """
     if width < 1:
-        raise ConfigError(f"beam width {width} is out of range: it must be at least 1")
+        raise ConfigError(f"beam_width is {width}; it must be at least 1")
     if width == request.width:
         return
     if request.status != ACTIVE:
-        raise LogicError("the beam width can change only while the cache is ACTIVE")
+        raise LogicError("beam_width can change only while the cache is ACTIVE; resume() it first")
     if any(table.scratch for table in request.tables):
-        raise LogicError("the beam width cannot change while scratch slots are in use: finish the prefill first")
+        raise LogicError("beam_width cannot change while scratch slots are in use; finish the prefill first")
     if width > request.width:
         _widen(request, width)
     else:
@@ -68,7 +72,7 @@ def _widen(request: Request, width: int) -> None:
 
 
 def _queue_copies(request: Request, reservation: Reservation, first: int, extra: int) -> None:
-    """Reserve the pages of the further beams, and copy what is partly written."""
+    """Reserve the pages of the further beams, and queue the copies of partly written pages."""
     partial = request.history % request.tokens_per_block != 0
     recurrent = request.recurrent
     for _beam in range(extra):
@@ -112,7 +116,7 @@ def _further_state(source: RecurrentState, reservation: Reservation) -> Recurren
 
 
 def _count_copies(request: Request, tables: list[BlockTable], first: int) -> None:
-    """Count the pages that further beams took: the copied one as a copy, all after it as if the beams had grown."""
+    """Count the pages of further beams: the copied one as a copy, all later ones as growth."""
     pending = request.pending
     if pending is None:
         return
@@ -129,7 +133,7 @@ def _count_copies(request: Request, tables: list[BlockTable], first: int) -> Non
 
 
 def _narrow(request: Request, width: int) -> None:
-    """Drop the last beams; the beam that the last committed token came from becomes beam 0 if it would go."""
+    """Remove the last beams. If the beam of the last committed token is among them, it becomes beam 0."""
     point = request.shared.timeline.record(request.stream)
     if request.last_beam >= width:
         request.exchange_beams(request.last_beam)
@@ -149,13 +153,13 @@ def _narrow(request: Request, width: int) -> None:
 
 
 def choose_beams(request: Request, count: int, indices: Sequence[int] | None) -> list[int]:
-    """The beam of each block that `count` more tokens touch, from the first one that is not full yet. Changes nothing.
+    """The beam from which each block is committed if `count` more tokens are. Changes nothing.
 
-    `indices` names a beam for each token; None means beam 0. Raises ConfigError for a beam that there is not, or a block whose
-    tokens name different beams.
+    The first block is the first one that is not full yet. `indices` names a beam for each token; None means beam 0. Raises
+    ConfigError for a beam that does not exist, or a block whose tokens name different beams.
     """
     if indices is not None and len(indices) != count:
-        raise ConfigError(f"beam_search_indices has {len(indices)} entries for {count} tokens")
+        raise ConfigError(f"beam_search_indices has {len(indices)} entries; it must have one for each of the {count} tokens")
     size = request.tokens_per_block
     chosen: list[int] = []
     beam = request.tail_beam

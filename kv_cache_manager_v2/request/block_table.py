@@ -1,7 +1,7 @@
 """The pages of one attention life cycle of one beam of a request, and the row in which the engine reads their indices.
 
-Rule: a block is live unless it is stale, that is, out of the window at the request's history. An ACTIVE request locks the pages of
-live blocks and holds those of stale ones, which only wait for their block's commit; a SUSPENDED request holds both.
+Rule: a block is live unless it is stale, that is, outside the window at the request's history. An ACTIVE request locks the pages of
+live blocks. It holds the pages of stale blocks that are not committed yet. A SUSPENDED request holds both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 class BlockTable:
-    """Pages by block ordinal. Calls are O(1), or O(blocks that come or go)."""
+    """Pages by block ordinal. Calls are O(1), or O(blocks added or removed)."""
 
     def __init__(self, life_cycle: LifeCycle, pool_group: int, hierarchy: Hierarchy) -> None:
         self.life_cycle = life_cycle
@@ -23,15 +23,15 @@ class BlockTable:
         self.hierarchy = hierarchy
         self.pages: list[Page | None] = []  # by block ordinal
         self.row = PageIndexRow()
-        self.stale_start = 0  # blocks stale_start .. stale_end - 1 are stale; cached whenever the range moves
+        self.stale_start = 0  # blocks stale_start .. stale_end - 1 are stale
         self.stale_end = 0
-        self.scratch: list[Page] = []  # slots that the blocks of `scratch_span` share
+        self.scratch: list[Page] = []  # scratch slots, shared by the blocks of `scratch_span`
         self.scratch_span = (0, 0)
-        self.pending_from = 0  # statistics: pages from this ordinal on are counted as taken, and not committed yet
-        self.generated_from = NEVER  # ... and from this one on as taken while generating
+        self.pending_from = 0  # statistics: the allocation of pages from this ordinal on is counted, but not committed yet
+        self.generated_from = NEVER  # statistics: pages from this ordinal on were allocated during generation
 
     def set_history(self, history: int) -> None:
-        """Move the stale range. The pages that leave it have been dealt with by `leave`."""
+        """Move the stale range. The caller has called `leave` for each block that becomes stale."""
         self.stale_start, self.stale_end = self.life_cycle.stale(history)
 
     def is_live(self, ordinal: int) -> bool:
@@ -55,12 +55,12 @@ class BlockTable:
     # --- blocks
 
     def append(self, page: Page | None) -> None:
-        """One more block, with a page that the request has locked, or without one."""
+        """Append a block, with a page that the request has locked, or without a page."""
         self.pages.append(page)
         self.row.append(BAD_PAGE_INDEX if page is None else page.slot)
 
     def extend(self, pages: list[Page]) -> None:
-        """More blocks, each with a locked page; the row grows once."""
+        """Append blocks, each with a locked page. The row grows once."""
         if len(pages) == 1:
             page = pages[0]
             self.pages.append(page)
@@ -73,19 +73,19 @@ class BlockTable:
         self.row.extend(slots.values())
 
     def share(self, pages: list[Page | None]) -> None:
-        """The blocks of a SUSPENDED request: pages that it holds already."""
+        """Set the blocks of a new SUSPENDED request, whose pages it holds already."""
         self.pages = pages
         self.row.fill(bad_run(len(pages)))
 
     def replace(self, ordinal: int, page: Page) -> None:
-        """Another page of the same bytes, locked already, for a live block of an ACTIVE request."""
+        """Replace the page of a live block of an ACTIVE request by a locked page with the same bytes."""
         self.pages[ordinal] = page
         self.row.set(ordinal, page.slot)
 
     def end_page(self, ordinal: int, active: bool, point: Point) -> None:
-        """Unlock or release the page of a block, if it has one; `point` is the end of the request's work on it.
+        """Unlock or release the page of a block, if it has one. `point` is the end of the request's work on it.
 
-        The entry of the row stays: the caller blanks or cuts the row at once, which is much cheaper.
+        The entry of the row does not change: the caller clears or truncates the whole row, which costs much less.
         """
         page = self.pages[ordinal]
         if page is None:
@@ -98,9 +98,9 @@ class BlockTable:
             page.make_youngest()
 
     def leave(self, ordinal: int, stays_held: bool, point: Point) -> None:
-        """A live block becomes stale: its page is unlocked, or held until the block's commit."""
+        """Unlock the page of a block that becomes stale, or hold it until the block is committed."""
         page = self.pages[ordinal]
-        assert page is not None, "a block without a page has nothing to leave"
+        assert page is not None, "a live block has no page"
         self.row.set(ordinal, BAD_PAGE_INDEX)
         if stays_held:
             self.hierarchy.hold_locked(page, point)
@@ -109,12 +109,12 @@ class BlockTable:
             self.hierarchy.unlock(page, point)
 
     def take(self, ordinal: int) -> None:
-        """The locked page of a block is used elsewhere."""
+        """Remove the locked page of a block, which is used for another block."""
         self.pages[ordinal] = None
         self.row.set(ordinal, BAD_PAGE_INDEX)
 
     def release_stale(self, first: int, last: int) -> None:
-        """Release the stale pages of blocks first .. last - 1, which only waited for a commit."""
+        """Release the stale pages of blocks first .. last - 1, which were held until their commit."""
         for ordinal in range(max(self.stale_start, first), min(self.stale_end, last, len(self.pages))):
             page = self.pages[ordinal]
             if page is not None:
@@ -130,7 +130,7 @@ class BlockTable:
         self.pending_from = min(self.pending_from, blocks)
 
     def exchange(self, other: BlockTable, ordinal: int, active: bool) -> None:
-        """Swap the pages of one block with another beam's table. A block that the other beam shares stays."""
+        """Swap the pages of one block with another beam's table. Does nothing for a block that the beams share."""
         mine, theirs = self.pages[ordinal], other.pages[ordinal]
         if theirs is None:
             return
@@ -142,7 +142,7 @@ class BlockTable:
     # --- scratch
 
     def trim_scratch(self, count: int, point: Point) -> None:
-        """Unlock scratch slots beyond `count`; `point` is the end of the request's work on them."""
+        """Unlock the scratch slots beyond the first `count`. `point` is the end of the request's work on them."""
         while len(self.scratch) > count:
             self.hierarchy.unlock(self.scratch.pop(), point)
         if count == 0:
@@ -151,7 +151,7 @@ class BlockTable:
     # --- the row
 
     def publish(self) -> None:
-        """Write the slots of the live pages, all of them locked. O(blocks)."""
+        """Write the slots of the live pages into the row. All of them are locked. O(blocks)."""
         slots = SlotWriter()
         for ordinal, page in enumerate(self.pages):
             slots.add(BAD_PAGE_INDEX if page is None or self.stale_start <= ordinal < self.stale_end else page.slot)

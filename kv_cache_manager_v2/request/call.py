@@ -1,8 +1,8 @@
-"""The frame of a public call: what comes before its work and after it, in one place.
+"""The beginning and the end of every public call.
 
-Rule: a call that may change something is `with shared.lock, Call(shared, "name()"):`. It starts with what finalisers and file
-transfers left to do. When an unexpected exception leaves it, every structure is audited; a manager that fails its audit is
-poisoned: from then on only questions and `shutdown()` are answered.
+A call that may change something is `with shared.lock, Call(shared, "name()"):`. It begins with the work that finalisers and file
+transfers have left. If an unexpected exception leaves it, every structure is audited. A manager that fails the audit is poisoned:
+from then on only questions, `clear_reusable_blocks()` and `shutdown()` are answered.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _log: Final = logging.getLogger(__name__)
 
 @mypyc_attr(free_list_len=1)
 class Call:
-    """One call that may change a manager. The lock is held.
+    """A call that may change a manager. The lock is held.
 
-    Raises LogicError for a call from inside another one (a callback, a listener, a finaliser, a signal handler) and after
-    `shutdown()`, CorruptedError for a poisoned manager; nothing is changed then.
+    Raises LogicError inside another call (from a callback, listener, finaliser or signal handler) and after `shutdown()`, and
+    CorruptedError for a poisoned manager. Nothing has changed then.
     """
 
     def __init__(self, shared: ManagerState, name: str) -> None:
         self._shared = shared
         self._name = name
-        self._closed: list[Request] | None = None  # caches whose handles were dropped, which this call closed
+        self._closed: list[Request] | None = None  # requests that this call closed, since their handles were dropped
 
     def __enter__(self) -> None:
         shared = self._shared
         if shared.running or shared.refusal:
             _admit(shared, self._name)
         shared.running = self._name
-        if shared.ledger.enabled:  # nothing changes between calls, so these are the counts that the last call left
+        if shared.ledger.enabled:  # slot counts do not change between calls
             shared.ledger.note_peaks()
         if (
             shared.abandoned
@@ -81,10 +81,10 @@ class Call:
 
 
 def look(shared: ManagerState, name: str) -> None:
-    """Before a question: settle file transfers that ended, so that no answer counts a page that was lost. The lock is held.
+    """Called before a question: settle file transfers that have ended, so that lost pages are not counted. The lock is held.
 
-    Free while no transfer is in flight. A callback may ask, and is answered from the middle of the call that asked it; a poisoned
-    manager answers as far as it can. Raises LogicError after `shutdown()`.
+    Costs nothing while no transfer is in flight. A callback may ask in the middle of a call. A poisoned manager answers as far as
+    it can. Raises LogicError after `shutdown()`.
     """
     if shared.refusal and not shared.poison:
         raise LogicError(f"{name}: {shared.refusal}")
@@ -95,27 +95,30 @@ def look(shared: ManagerState, name: str) -> None:
 
 
 def audit_cut_call(shared: ManagerState) -> None:
-    """Audit the manager if its last call never reached its end. The lock is held."""
+    """Audit the manager if its last call did not reach its end. The lock is held."""
     if shared.running and not held_twice(shared.mutex):
         judge(shared, None)
 
 
 def poison_of(shared: ManagerState) -> str | None:
-    """The first cause of a poisoned manager; None if it is whole."""
+    """Why the manager is poisoned; None if it is not."""
     with shared.lock:
         audit_cut_call(shared)
         return shared.poison or None
 
 
 def take_poison_of(shared: ManagerState) -> str | None:
-    """End the poison once the manager was cleared, and return its cause; None if it is whole. Raises LogicError before that."""
+    """Clear the poison of a repaired manager, and return its cause; None if it is not poisoned.
+
+    Raises LogicError until `clear_reusable_blocks()` has succeeded.
+    """
     with shared.lock:
         audit_cut_call(shared)
         reason = shared.poison
         if not reason:
             return None
         if not shared.repaired:
-            raise LogicError("take_poison(): the manager is inconsistent until clear_reusable_blocks() succeeds")
+            raise LogicError("take_poison(): the manager is inconsistent; call clear_reusable_blocks() first")
         shared.take_poison()
         return reason
 
@@ -134,9 +137,9 @@ def clear_poisoned(shared: ManagerState) -> None:
 
 
 def judge(shared: ManagerState, error: BaseException | None) -> None:
-    """Audit a manager that `error`, or an exception that was not seen here, left in the middle of a call; poison it if it fails.
+    """Audit a manager after an exception left a call, and poison it if the audit fails. O(pages + blocks + requests).
 
-    An audit that is itself interrupted decides nothing: the next call starts with another one. O(everything).
+    `error` is None if the exception is unknown. After an audit that is itself interrupted, the next call starts with another one.
     """
     what = "an exception" if error is None else f"{type(error).__name__}: {error}"
     cause = f"{shared.running} was left by {what}"
@@ -151,13 +154,15 @@ def judge(shared: ManagerState, error: BaseException | None) -> None:
 
 
 def _admit(shared: ManagerState, name: str) -> None:
-    """Refuse a call that cannot be taken; audit first if the last call was left in its middle."""
+    """Raise if the call is not allowed. Audit the manager first if the last call did not reach its end."""
     if shared.running:
         if held_twice(shared.mutex):
             raise LogicError(shared.why_nested(name))
         judge(shared, None)
         if shared.running:
-            raise OutOfMemoryError(f"{name}: {shared.running} was cut short, and there is no memory for its audit; try again")
+            raise OutOfMemoryError(
+                f"{name}: an exception left {shared.running}, and there is not enough memory for the audit; try again"
+            )
     if shared.poison:
         raise CorruptedError(f"{name}: this manager is poisoned: {shared.poison}; shut it down and make another one")
     if shared.refusal:
@@ -165,9 +170,10 @@ def _admit(shared: ManagerState, name: str) -> None:
 
 
 def _leave(shared: ManagerState, error: BaseException | None) -> None:
-    """The end of a call that failed, or of any with debugging on.
+    """End a call that failed, or any call with debugging on.
 
-    A refusal in words has changed nothing, and costs no audit. An error of the device should have changed nothing.
+    Expected errors of this package have changed nothing and need no audit. A device error should have changed nothing either, but
+    is audited.
     """
     refused = isinstance(error, (ConfigError, LogicError, OutOfPagesError, PageDataLostError))
     if refused and not shared.debug and not isinstance(error, CorruptedError):
@@ -179,9 +185,9 @@ def _leave(shared: ManagerState, error: BaseException | None) -> None:
 
 
 def _catch_up(shared: ManagerState) -> list[Request] | None:
-    """Do what finalisers and file transfers left to do; the requests that were closed, if any.
+    """Do the work that finalisers and file transfers have left. Returns the requests that were closed.
 
-    A device that refuses it is asked again by the next call.
+    What the device refuses is tried again by the next call.
     """
     if DROPPED:
         close_dropped(shared.driver)
@@ -194,23 +200,23 @@ def _catch_up(shared: ManagerState) -> list[Request] | None:
         shared.hierarchy.settle()
     if shared.closed_loads:
         shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle_closed(shared.tree)]
-    if shared.ledger.enabled:  # the call itself may take again what was freed here
+    if shared.ledger.enabled:  # before the call allocates slots that were freed here
         shared.ledger.note_peaks()
     return closed
 
 
 def _close_abandoned(shared: ManagerState) -> list[Request]:
-    """Close caches whose handles were dropped. One that the device refuses to close stays for the next call."""
-    requests = shared.abandoned  # finalisers append to it at any time
+    """Close requests whose handles were dropped. If the device refuses one, the next call tries again."""
+    requests = shared.abandoned  # finalisers may append at any time
     refused = 0
     closed: list[Request] = []
     while len(requests) > refused:
         request = requests[refused]
-        if request.status != CLOSED and request.serial in shared.open:  # a creation that was cut short has opened none
+        if request.status != CLOSED and request.serial in shared.open:  # false if its creation did not complete
             try:
                 close(request)
             except KVCacheError as error:
-                _log.warning("an abandoned KVCache (id %s) could not be closed yet: %s", request.request_id, error)
+                _log.warning("a KVCache (id %s) dropped without close() could not be closed yet: %s", request.request_id, error)
                 refused += 1
                 continue
             closed.append(request)
@@ -219,6 +225,8 @@ def _close_abandoned(shared: ManagerState) -> list[Request]:
 
 
 def _warn_of(closed: list[Request]) -> None:
-    """After the call: where warnings are errors, all of it is done first."""
+    """Warn at the end of a call, so that the work is complete even if warnings are errors."""
     for request in closed:
-        warnings.warn(f"a KVCache (id {request.request_id}) was dropped without close(); closed now", ResourceWarning, stacklevel=4)
+        warnings.warn(
+            f"a KVCache (id {request.request_id}) was dropped without close(); it is closed now", ResourceWarning, stacklevel=4
+        )

@@ -1,8 +1,8 @@
-"""Commit: tokens become final, full blocks enter the reuse tree.
+"""Commit: tokens become final, and full blocks enter the radix tree.
 
-Rule: commit is publication order only. The bytes may still be in flight on the request's stream, and a request that uses a
-published page waits for its ready point. A commit never needs a page that it might not get: the pages of an identical block that is
-cached already take the place of the request's own, and a snapshot that finds no slot is skipped.
+A commit does not wait for the bytes: the request's stream may still compute them. A request that reuses a committed page waits for
+the page's ready point. A commit cannot fail for lack of pages: pages of an identical cached block are adopted in place of the
+request's own, and a snapshot for which there is no slot is skipped.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def check_commit(request: Request, count: int) -> None:
-    """Raise unless `count` more tokens may be committed now; changes nothing."""
+    """Raise unless `count` more tokens may be committed now. Changes nothing."""
     if not request.commit_allowed:
         raise LogicError("Cannot commit tokens after stop_committing()")
     after = request.committed + count
     if after > request.capacity:
         raise ConfigError(
-            f"committing {count} tokens after {request.committed} passes the capacity {request.capacity}: resize first"
+            f"committing {count} tokens after {request.committed} exceeds the capacity {request.capacity}; resize first"
         )
     if request.shared.commit_min_snapshot and request.history not in (request.committed, after):
         raise LogicError(
             f"with commit_min_snapshot the history must be {request.committed} or {after} when {count} tokens are committed; "
-            f"it is {request.history}: a snapshot is good at one length only"
+            f"it is {request.history}. A snapshot is valid at one length only; set history_length first"
         )
 
 
 def commit_one(request: Request, token: int, point: Point) -> None:
-    """Does what `commit` does with a single id that `Request.takes_one`; `point` is the end of the request's work. Lock held."""
+    """Commit a single id for which `Request.takes_one` is true. `point` is the end of the request's work. The lock is held."""
     after = request.committed + 1
     history = max(request.history, after)
     ordinal = len(request.path)
@@ -61,16 +61,16 @@ def commit_one(request: Request, token: int, point: Point) -> None:
 
 
 def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bool) -> None:
-    """Append tokens to the committed ones and publish every block that they fill. The caller has checked `check_commit`.
+    """Commit tokens, and add every block that they fill to the tree. The caller has called `check_commit`.
 
-    `beams`: the beam of each block touched, from `choose_beams`; empty at width 1. With `is_end` no snapshot is copied: the live
-    pages themselves go to the tree, and committing stops. O(tokens + blocks x layer groups).
+    `beams` is the result of `choose_beams`; empty at width 1. With `is_end` no snapshot is copied: the live pages themselves enter
+    the tree, and committing stops. O(tokens + blocks x layer groups).
     """
     size = request.tokens_per_block
     after = request.committed + tokens.num_tokens
     history = max(request.history, after)
     snapshots = request.shared.commit_min_snapshot and not is_end
-    priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state; asked before anything changes
+    priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state; the callback is called before anything changes
     if snapshots and request.recurrent is not None:
         priority = request.page_priority((after - 1) // size, request.recurrent.life_cycle)
     first = len(request.path)
@@ -108,7 +108,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
 
 
 def _last_beam(request: Request, beams: list[int]) -> int:
-    """The beam of the last of the tokens."""
+    """The beam of the last token."""
     if request.width == 1:
         return request.last_beam
     return beams[-1] if beams[-1] >= 0 else beams[-2]
@@ -135,9 +135,9 @@ def _block_data(request: Request, tokens: TokenSequence, full: int) -> list[byte
 
 
 def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> Block | None:
-    """The stream waits for the pages on the GPU of blocks that are cached already, for which the request may give up its own.
+    """Make the stream wait for GPU pages of identical cached blocks, which the request may adopt.
 
-    Returns the block of the last tokens; None if it is not cached. Changes nothing.
+    Returns the cached block of the last tokens; None if it is not cached. Changes nothing else.
     """
     timeline = request.shared.timeline
     tree = request.shared.tree
@@ -157,8 +157,10 @@ def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> 
 
 
 def _install_blocks(request: Request, blocks: list[bytes], history: int, point: Point, beams: list[int]) -> None:
-    """Insert blocks below the tip, with the request's pages or those that are cached already. Where the path has left the tree,
-    its further blocks are private too."""
+    """Add blocks to the tree after the tip, with the request's pages or cached ones.
+
+    If the path has left the tree, further blocks stay outside the tree too.
+    """
     if not blocks:
         return
     tree = request.shared.tree
@@ -184,7 +186,7 @@ def _install_blocks(request: Request, blocks: list[bytes], history: int, point: 
 
 
 def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
-    """Decide page by page whose bytes a full block keeps: the request's, or those that are cached already. O(layer groups)."""
+    """Decide for each page of a full block whether the request's or the cached one is kept. O(layer groups)."""
     shared = request.shared
     size = request.tokens_per_block
     given: list[Page] = []
@@ -201,7 +203,7 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
             start, end = table.life_cycle.stale(history)
             stale = start <= ordinal < end
         if stale and shared.commit_min_snapshot:
-            continue  # ends when the history advances
+            continue  # released when the history advances
         if outcome != BLOCK_EXISTS or present is None or present.coverage < size:
             if may_publish(request, block):
                 shared.hierarchy.merge_ready(page, point)
@@ -213,12 +215,14 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
 
 
 def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
-    """Use the page of an identical block instead of the request's; a colder one takes over its GPU slot. The stream waits already
-    for the bytes of one on the GPU."""
+    """Use the page of an identical block in place of the request's. A colder page takes over the GPU slot of the request's page.
+
+    The stream already waits for the bytes of a page on the GPU.
+    """
     hierarchy = request.shared.hierarchy
     if theirs.level > 0:
         if ours.locks + ours.holds > 1 or request.loads is not None:
-            return  # a fork shares it, or it builds on bytes that may yet prove wrong: it stays private
+            return  # not replaced: a fork shares it, or its bytes depend on a load in flight
         hierarchy.merge_ready(ours, point)
         hierarchy.take_over(theirs, ours)
     else:
@@ -232,7 +236,7 @@ def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs
 
 
 def _release_stale(request: Request, first: int) -> None:
-    """Release the stale pages of the committed blocks from `first` on, which only waited for this commit."""
+    """Release the stale pages of committed blocks from `first` on, which were held until this commit."""
     last = len(request.path)
     for table in request.tables:
         if table.stale_end > first:
@@ -240,15 +244,15 @@ def _release_stale(request: Request, first: int) -> None:
 
 
 def may_be_given(page: Page, block: Block, coverage: int) -> bool:
-    """Whether a block may still get a page: a fork may have published it before, perhaps for fewer tokens."""
+    """Whether a page may be added to a block. A fork may have added the same page before, perhaps for fewer tokens."""
     return page.owner is None or (page.owner is block and page.coverage < coverage)
 
 
 def stop_committing(request: Request, is_end: bool, point: Point) -> None:
-    """Publish the committed part of the last block from the live page, then release what only waited for a commit. Idempotent.
+    """Add the committed part of the last block to the tree, then release pages that were held until a commit. Idempotent.
 
-    With `is_end` the live SSM state becomes the snapshot of the committed length: the caller promises not to write any more.
-    `point` is the end of the request's work; NULL_POINT if the caller does not know it yet.
+    With `is_end` the live recurrent state becomes the snapshot of the committed length; the caller must not write to it any more.
+    `point` is the end of the request's work, or NULL_POINT if it is not recorded yet.
     """
     if not request.commit_allowed:
         return
@@ -269,7 +273,7 @@ def stop_committing(request: Request, is_end: bool, point: Point) -> None:
 
 
 def _publish_tail(request: Request, point: Point) -> Block:
-    """The tree gets the live page itself: the request stays the only writer of what lies past the committed tokens.
+    """Add the live page of the partial last block to the tree. Only this request writes past its committed tokens.
 
     Returns the block, pinned.
     """
@@ -291,7 +295,7 @@ def _publish_tail(request: Request, point: Point) -> Block:
 
 
 def _publish_state(request: Request, block: Block, point: Point) -> None:
-    """The tree gets the live SSM state itself, as the snapshot at the end of the committed tokens."""
+    """Add the live recurrent state to the tree, as the snapshot at the end of the committed tokens."""
     recurrent = request.last_recurrent()
     if recurrent is None or recurrent.page is None or recurrent.borrowed or recurrent.page.lost:
         return

@@ -1,6 +1,6 @@
-"""What a request counted: committed to the manager's statistics, or discarded.
+"""The statistics of a request: committed to the manager's totals, or discarded.
 
-Rule: counts that a request throws away at its end are never lost without a word.
+Counts that are lost because a request closes without committing them are logged once per manager.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def discard_stats(request: Request) -> None:
 
 
 def end_stats(request: Request) -> None:
-    """The request closes: commit its counts if the configuration says so. Else the first request that loses any is logged."""
+    """Called when a request closes: commit its counts if `commit_stats_on_close` is set; else log the first loss of counts."""
     pending = request.pending
     ledger = request.shared.ledger
     if pending is not None and pending.dirty and ledger.enabled and not request.excluded():
@@ -46,7 +46,7 @@ def end_stats(request: Request) -> None:
         if not ledger.told_of_lost_counts:
             ledger.told_of_lost_counts = True
             _log.warning(
-                "a request closed before it committed its statistics, which are lost (said once for each manager): call "
+                "a request closed before it committed its statistics, which are lost (logged once per manager); call "
                 "commit_pending_stats() or discard_pending_stats() first, or set commit_stats_on_close=True in KVCacheManagerConfig"
             )
     discard_stats(request)

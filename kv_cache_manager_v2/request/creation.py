@@ -1,7 +1,6 @@
-"""How a request starts: from what of its prompt is cached.
+"""Creation of a request from the cached prefix of its prompt.
 
-Rule: creation takes no GPU memory and moves nothing. It holds the pages of the match, on whatever level they are, and counts what
-they save.
+Creation allocates no GPU memory and moves no page. It holds the pages of the match on the levels where they are, and counts them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def start(request: Request, match: Match, tokens: TokenSequence) -> None:
-    """Start a new request from a match: SUSPENDED at its length, holding the pages that it needs. O(blocks x layer groups)."""
+    """Start a SUSPENDED request from a match, whose tokens are committed and whose pages it holds. O(blocks x layer groups)."""
     shared = request.shared
     count = match.num_tokens
     size = request.tokens_per_block
@@ -47,7 +46,7 @@ def start(request: Request, match: Match, tokens: TokenSequence) -> None:
 
 
 def _matched_priorities(request: Request, match: Match) -> list[list[int]]:
-    """The callback's priority of each page that the match gives, table by table; empty without a callback. Changes nothing."""
+    """The callback's priority of each matched page, table by table; empty without a callback. Changes nothing."""
     if request.priority is None:
         return []
     priorities: list[list[int]] = []
@@ -62,9 +61,9 @@ def _matched_priorities(request: Request, match: Match) -> list[list[int]]:
 
 
 def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -> list[int]:
-    """Hold the pages of the match that are not stale, in one walk, and count them.
+    """Hold and count the pages of the match that are not stale.
 
-    Returns the level to which each block's tokens are credited; empty if that is the GPU for all.
+    Returns the level to which each block's tokens are credited; empty if it is the GPU for all blocks.
     """
     hierarchy = request.shared.hierarchy
     tables = request.tables
@@ -73,13 +72,13 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
     full = match.num_tokens // request.tokens_per_block
     columns: list[list[Page | None]] = [[None] * len(blocks) for _table in tables]
     held = [0] * len(tables)
-    on_gpu = [0] * len(tables)  # those of full blocks on the GPU, which are counted at once
+    on_gpu = [0] * len(tables)  # pages of full blocks on the GPU, which are counted together at the end
     levels: list[int] = []
     for ordinal, block in enumerate(blocks):
         page = block.first
         number = 0
-        loaded: int = -1  # the coldest level of its pages that are held ...
-        cached: int = GPU_LEVEL  # ... and of those of attention life cycles, held or not
+        loaded: int = -1  # the coldest level among the block's pages that are held
+        cached: int = GPU_LEVEL  # the coldest level among all of its attention pages
         while page is not None and number < len(tables):  # tables and the pages of a block are both ordered by life cycle
             table = tables[number]
             if table.index < page.life_cycle:
@@ -114,10 +113,10 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
 
 
 def _credit_levels(request: Request, levels: list[int]) -> None:
-    """Attribute the reused tokens of each block to the coldest level among the attention pages that it loads.
+    """Credit the reused tokens of each block to the coldest level among its held attention pages.
 
-    A block that is stale in every life cycle loads none: its tokens belong to the coldest level of its cached pages. Without
-    attention the level is the snapshot's.
+    A block that is stale in every life cycle has none held: the coldest level of its cached pages counts. In a model without
+    attention, the level of the snapshot counts.
     """
     credit = request.cached_tokens_by_level
     if not request.tables and request.recurrent is not None and request.recurrent.page is not None:
@@ -131,7 +130,7 @@ def _credit_levels(request: Request, levels: list[int]) -> None:
 
 
 def _count_lookup(request: Request, pending: PendingStats, match: Match) -> None:
-    """Count the reused tokens by level, and the look-up of a snapshot."""
+    """Count the reused tokens by level, and the snapshot look-up."""
     for level, count in enumerate(request.cached_tokens_by_level):
         pending.reused_tokens_by_level[level] = count
     pending.tail_matched = True

@@ -1,7 +1,7 @@
-"""Fork: a second request that goes on from an open one, for parallel sampling and tree-of-thought engines.
+"""Fork: a second request that continues from the history of an open one, for parallel sampling and tree-of-thought.
 
-Rule: copy on write. The fork holds the same pages; what it would write into (the block in which the history ends) is copied on
-its first resume, and blocks past the history are its own. Only recurrent state is copied at once, since its owner overwrites it.
+The fork holds the same pages (copy on write). The block in which the history ends is copied when the fork first resumes; blocks
+after it are the fork's own. Recurrent state is copied at once, since the first request overwrites it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def fork(request: Request, request_id: int | None) -> Request:
-    """A SUSPENDED request with the same committed tokens and history, its capacity cut to the history.
+    """Make a SUSPENDED request with the same committed tokens and history. Its capacity is the history.
 
     Raises OutOfPagesError, with nothing changed, if recurrent state has to be copied and there is no slot for it.
     """
@@ -54,7 +54,10 @@ def fork(request: Request, request_id: int | None) -> Request:
 
 
 def _shared_pages(main: BlockTable, source: BlockTable, blocks: int) -> list[Page | None]:
-    """Hold a beam's pages of the first blocks, those that wait for a late commit too; what it shares is in beam 0's table."""
+    """Hold a beam's pages of the first blocks, including stale ones held until their commit.
+
+    Pages that the beam shares are in the table of beam 0.
+    """
     pages: list[Page | None] = []
     for ordinal in range(blocks):
         page = source.pages[ordinal]
@@ -67,7 +70,7 @@ def _shared_pages(main: BlockTable, source: BlockTable, blocks: int) -> list[Pag
 
 
 def _mark_written(request: Request, point: Point) -> None:
-    """What the stream has queued so far is what the fork's stream must wait for."""
+    """Record that the fork's stream must wait for all work queued on the request's stream so far."""
     hierarchy = request.shared.hierarchy
     for table in request.tables:
         for ordinal, page in enumerate(table.pages):
@@ -76,14 +79,14 @@ def _mark_written(request: Request, point: Point) -> None:
 
 
 def _await_source(request: Request, twin: Request) -> None:
-    """The copy of the recurrent state is right only if the transfers that still carry its source end well."""
+    """Make the fork depend on the file transfers in flight that load the source of its recurrent state."""
     recurrent = request.last_recurrent()
     if recurrent is not None and recurrent.page is not None and recurrent.page.transfers > 0:
         twin.await_page(recurrent.page)
 
 
 def _copy_state(request: Request) -> Page | None:
-    """A copy of the live recurrent state, on whatever level has a slot for it."""
+    """Copy the live recurrent state to the warmest level that has a slot for it."""
     recurrent = request.last_recurrent()
     if recurrent is None or recurrent.page is None:
         return None

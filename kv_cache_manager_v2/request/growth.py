@@ -1,7 +1,8 @@
 """Resize: the history advances, the capacity grows or shrinks.
 
-Rule: what a resize takes and what leaves is planned before anything changes. New pages are reserved, the device is told, and only
-then the lengths and the tables change. The cost is that of the blocks that come, go or fall out of a window, never of the sequence.
+A resize plans which pages it needs and which it no longer needs before anything changes. It reserves new pages, queues device work,
+and only then changes the lengths and the tables. It costs O(blocks added, removed or made stale), independent of the sequence's
+length.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from kv_cache_manager_v2.request.reservation import Reservation
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
-MAX_BLOCKS: Final = 1 << 24  # of one request: a row has an entry for each, pages or not
+MAX_BLOCKS: Final = 1 << 24  # most blocks of one request: an index row has an entry for each block, even without a page
 
 
 def add_blocks(request: Request, capacity: int) -> bool:
-    """The decode step that needs another block, or more: there are free slots, nothing leaves and no callback is asked. False,
-    nothing changed, if it is not that simple.
+    """The fast form of `resize` for a decode step that needs more blocks. Returns False, with nothing changed, if it does not
+    apply.
 
-    Does what `resize` does with that capacity. Lock held; the caller has checked that the request is ACTIVE.
+    It applies if there are free slots, no page leaves a window and there is no priority callback. The lock is held, and the caller
+    has checked that the request is ACTIVE.
     """
     if capacity <= request.block_end or request.scratch or request.priority is not None:
         return False
@@ -49,7 +51,7 @@ def add_blocks(request: Request, capacity: int) -> bool:
     if request.pending is not None:
         request.pending.before_growth(request.history)
     pages = reservation.pages
-    for number, table in enumerate(request.tables):  # beyond the history: none is stale
+    for number, table in enumerate(request.tables):  # after the history, so none of the new blocks is stale
         table.extend(pages if count == len(pages) else pages[number * count : (number + 1) * count])
         request.count_taken(table, request.num_blocks, count)
     request.mark_dirty()
@@ -59,10 +61,10 @@ def add_blocks(request: Request, capacity: int) -> bool:
 
 
 def resize(request: Request, capacity: int, history: int) -> bool:
-    """Move to these lengths; False, with nothing changed but `last_shortage`, if the pages cannot be had.
+    """Set capacity and history. Returns False, with nothing changed but `last_shortage`, if there are too few pages.
 
-    Raises ConfigError for lengths that can never be right. The caller has checked that the request is ACTIVE. Only where the pages
-    that fall out of a window are needed for the new blocks, and the device fails then, has the history advanced all the same.
+    Raises ConfigError for invalid lengths. The caller has checked that the request is ACTIVE. If the device fails, nothing has
+    changed, with one exception: if the new blocks need pages that leave a window, the history may have advanced.
     """
     check_lengths(request, capacity, history)
     if request.block_start < capacity <= request.block_end and history < request.next_stale and not request.scratch:
@@ -98,7 +100,7 @@ def _resize(request: Request, change: _Change, priorities: list[int]) -> bool:
 
 
 def advance_history(request: Request, history: int, point: Point) -> None:
-    """Install a longer history: pages that fall out of a window are unlocked, and so are scratch slots that it ends.
+    """Install a longer history: unlock pages that leave a window, and scratch slots that are no longer needed.
 
     `point` is the end of the request's work on them.
     """
@@ -112,28 +114,28 @@ def advance_history(request: Request, history: int, point: Point) -> None:
 def check_lengths(request: Request, capacity: int, history: int) -> None:
     """Raise ConfigError unless history <= capacity and the history does not go back."""
     if history < request.history:
-        raise ConfigError(f"history_length {history} is below the present {request.history}: it never goes back")
+        raise ConfigError(f"history_length is {history}; it must be at least the present one, {request.history}")
     if capacity >= WORD_LIMIT:
-        raise ConfigError(f"capacity {capacity} is beyond all bounds; it must be below 2**63")
+        raise ConfigError(f"capacity is {capacity}; it must be below 2**63")
     if capacity < history:
-        raise ConfigError(f"capacity {capacity} is below history_length {history}: it must cover the history")
+        raise ConfigError(f"capacity is {capacity}; it must be at least history_length, {history}")
     if capacity != request.capacity:
         scratch.check_capacity_change(request, history)
 
 
 class Leaving:
-    """A locked page that the new lengths do not need: it falls out of its window, or its block lies in scratch now."""
+    """A locked page that the new lengths do not need: its block leaves the window, or becomes a scratch block."""
 
     def __init__(self, table: BlockTable, ordinal: int, page: Page, stays_held: bool) -> None:
         self.table = table
         self.ordinal = ordinal
         self.page = page
-        self.stays_held = stays_held  # until its block's commit
-        self.reused = False  # for one of the new blocks
+        self.stays_held = stays_held  # whether it is held until its block is committed
+        self.reused = False  # whether a new block uses it
 
 
 def leaving_windows(request: Request, history: int) -> list[Leaving]:
-    """The locked pages that fall out of a window when the history moves."""
+    """The locked pages that leave a window when the history moves."""
     leaving: list[Leaving] = []
     if history < request.next_stale:
         return leaving
@@ -147,7 +149,7 @@ def leaving_windows(request: Request, history: int) -> list[Leaving]:
 
 
 class _Change:
-    """What a resize takes, and what leaves."""
+    """The plan of a resize: the pages that it needs, and those that it no longer needs."""
 
     def __init__(self, request: Request, capacity: int, history: int) -> None:
         self.request = request
@@ -158,7 +160,7 @@ class _Change:
         self.spans = scratch.spans(request, history, capacity)
         self.leaving = leaving_windows(request, history)
         self._add_blocks_in_scratch()
-        self.reused_scratch: list[Page] = []  # slots that the scratch ranges no longer need, and new blocks do
+        self.reused_scratch: list[Page] = []  # scratch slots that are no longer needed and that new blocks use
         self.need = scratch.missing(request, self.spans)
         for number, table in enumerate(request.tables):
             start, end = table.life_cycle.stale(history)
@@ -167,7 +169,7 @@ class _Change:
                 start, end = self.spans[number]
                 absent += max(0, min(end, self.blocks) - max(start, request.num_blocks))
             self.need[table.pool_group] += max(0, self.blocks - request.num_blocks - absent)
-        self.all_need = list(self.need)  # before pages are used again
+        self.all_need = list(self.need)  # slots needed if no page were reused
 
     def _add_blocks_in_scratch(self) -> None:
         for number, (start, end) in enumerate(self.spans):
@@ -183,7 +185,7 @@ class _Change:
         return any(self.need[group] > hierarchy.total(GPU_LEVEL, group) for group in range(len(self.need)))
 
     def check(self) -> None:
-        """Raise ConfigError for more blocks than a row can have entries."""
+        """Raise ConfigError for more blocks than an index row can hold."""
         blocks = self.blocks
         if blocks <= self.request.num_blocks:
             return
@@ -195,10 +197,10 @@ class _Change:
                     "attach a longer one"
                 )
         if blocks > MAX_BLOCKS and not self._impossible():
-            raise ConfigError(f"capacity {self.capacity} makes {blocks} blocks; one cache can have at most {MAX_BLOCKS}")
+            raise ConfigError(f"capacity {self.capacity} needs {blocks} blocks; one cache can have at most {MAX_BLOCKS}")
 
     def ask_priorities(self) -> list[int]:
-        """The callback's priority of each new page, table by table; empty without a callback, or if the pages can never be had."""
+        """The callback's priority of each new page, table by table; empty without a callback, or if the resize is impossible."""
         request = self.request
         if request.priority is None or self._impossible():
             return []
@@ -209,11 +211,14 @@ class _Change:
         return priorities
 
     def needs_point(self) -> bool:
-        """Whether something is unlocked that the stream may still work on."""
+        """Whether a page or slot is unlocked on which the stream may still work."""
         return bool(self.leaving) or self.blocks < self.request.num_blocks or self.request.holds_scratch()
 
     def reuse_pages(self, reservation: Reservation) -> None:
-        """Use pages and scratch slots that leave for new blocks of the same pool group, if only this request uses them."""
+        """Reuse pages and scratch slots that are no longer needed for new blocks of the same pool group.
+
+        Only pages without another user are reused.
+        """
         reusable: list[Page] = []
         for item in self.leaving:
             page = item.page
@@ -232,8 +237,10 @@ class _Change:
             reservation.reusable = reusable
 
     def fits_once_windows_move(self) -> bool:
-        """Whether the slots can be had from pages that fall out of a window, which the tree or other requests go on using: then
-        the history has to move first."""
+        """Whether enough slots become evictable once pages that leave a window are unlocked.
+
+        Such pages are shared with the tree or other requests, so the history has to move before they can be evicted.
+        """
         request = self.request
         windows = leaving_windows(request, min(self.history, request.capacity))
         if not windows:
@@ -243,7 +250,7 @@ class _Change:
         return request.shared.hierarchy.foresee(self.all_need, given, held) is None
 
     def shortage(self, found: Shortage) -> Shortage:
-        """The shortage, permanent if no eviction helps."""
+        """The shortage, marked as permanent if no eviction can help."""
         group = found.pool_group
         going = [item.page for item in self.leaving] + self.reused_scratch
         staying = self._staying(group) - sum([1 for page in going if page.pool_group == group])
@@ -252,14 +259,14 @@ class _Change:
         return found
 
     def _staying(self, group: int) -> int:
-        """GPU slots of a pool group that the request itself goes on using. O(live blocks), on a shortage only."""
+        """GPU slots of a pool group that the request itself keeps. O(live blocks); needed only on a shortage."""
         pages = self.request.live_pages()
         for table in self.request.tables:
             pages += table.scratch
         return sum([1 for page in pages if page.pool_group == group])
 
     def reserve(self, reservation: Reservation) -> None:
-        """Take the slots, in the order in which `install` uses them."""
+        """Reserve the slots, in the order in which `install` uses them."""
         request = self.request
         for number, table in enumerate(request.tables):
             stale_start, stale_end = table.life_cycle.stale(self.history)
@@ -290,7 +297,7 @@ class _Change:
         request.set_capacity(self.capacity)
 
     def _grow(self, reservation: Reservation, priorities: list[int]) -> None:
-        """Add blocks: with a page, but for those that are stale or lie in scratch."""
+        """Add blocks. Each has a page, unless it is stale or a scratch block."""
         request = self.request
         asked = 0
         for number, table in enumerate(request.tables):
@@ -308,12 +315,12 @@ class _Change:
 
 
 def _is_private(page: Page) -> bool:
-    """Whether a locked page has no other user, and its bytes depend on nothing in flight."""
+    """Whether a locked page has no other user, and its bytes depend on no transfer in flight."""
     return page.owner is None and page.locks == 1 and page.holds == 0 and page.transfers == 0 and page.plans == 0 and not page.lost
 
 
 def shrink(request: Request, blocks: int, point: Point) -> None:
-    """Remove the trailing blocks, the last one first; `point` is the end of the request's work on them."""
+    """Remove the blocks from `blocks` on, the last one first. `point` is the end of the request's work on them."""
     for table in request.tables:
         for ordinal in range(len(table.pages) - 1, blocks - 1, -1):
             if table.pages[ordinal] is not None:

@@ -1,8 +1,8 @@
-"""The managers of this process: those that live, those that were dropped without `shutdown()`, and what a fork makes of them.
+"""The managers of this process: shutdown, managers dropped without `shutdown()`, and inherited managers after `os.fork()`.
 
-Rule: a finaliser makes no device call unless it runs where the program dropped the last reference, outside every call. The garbage
-collector runs finalisers anywhere, inside a driver too; what it finds waits for the next call of a manager on the same driver, or
-for the next manager that is made or shut down.
+A finaliser makes device calls only if the program dropped the last reference outside of every call. The garbage collector may run
+finalisers anywhere, even inside a driver. A manager that it finds is shut down later: by the next call of a manager on the same
+driver, or when the next manager is constructed or shut down.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from kv_cache_manager_v2.request.residency import close
 
 _log: Final = logging.getLogger(__name__)
 
-LIVE: Final[list[ManagerState]] = []  # made, and not yet shut down
-DROPPED: Final[list[ManagerState]] = []  # of these, the ones whose manager is gone
+LIVE: Final[list[ManagerState]] = []  # constructed and not shut down
+DROPPED: Final[list[ManagerState]] = []  # those of LIVE whose manager object no longer exists
 OWN_FAILURES: Final = (AssertionError, LookupError, TypeError, ValueError, AttributeError)
-MAX_ATTEMPTS: Final = 8  # to free the memory of a dropped manager, one a call
+MAX_ATTEMPTS: Final = 8  # most attempts to free the memory of a dropped manager, one per call
 
 
 def tear_down(shared: ManagerState) -> None:
-    """Free all memory; the lock is held. Raises what the device raises: another call goes on where this one stopped.
+    """Close open requests and free all memory. The lock is held.
 
-    Requests that are still open end. A poisoned manager's structures are not looked at again: their memory is freed as a whole.
+    A device error is passed on; the next call continues where this one stopped. The structures of a poisoned manager are not
+    used: their memory is freed as a whole.
     """
     shared.refuse_changes("shutdown() was refused by the device; nothing but shutdown() can be called")
     if not shared.poison:
@@ -37,7 +38,7 @@ def tear_down(shared: ManagerState) -> None:
             try:
                 close(request)
             except Exception as error:
-                _log.warning("a request (id %s) was ended by shutdown without being closed: %s", request.request_id, error)
+                _log.warning("a request (id %s) could not be closed during shutdown: %s", request.request_id, error)
     for request in shared.open.values():
         request.status = CLOSED
         request.num_blocks = 0
@@ -49,7 +50,7 @@ def tear_down(shared: ManagerState) -> None:
         try:
             shared.tree.clear()
         except Exception as error:
-            _log.warning("what is cached could not be cleared before shutdown: %s", error)
+            _log.warning("the cached blocks could not be dropped before shutdown: %s", error)
     if shared.poison:
         _close_broken(shared)
     else:
@@ -63,7 +64,7 @@ def tear_down(shared: ManagerState) -> None:
 
 
 def _close_broken(shared: ManagerState) -> None:
-    """Free the memory of a poisoned manager. A failure of its own structures is logged; one of the device is raised."""
+    """Free the memory of a poisoned manager. Errors of its structures are logged, device errors are raised."""
     try:
         shared.hierarchy.close()
     except OWN_FAILURES as error:
@@ -79,29 +80,29 @@ def _close_broken(shared: ManagerState) -> None:
 
 
 def drop(shared: ManagerState) -> None:
-    """The manager was dropped without `shutdown()`: free its memory now if no call can be in progress here, else later."""
+    """Called for a manager dropped without `shutdown()`: free its memory now if no call can be in progress, else later."""
     DROPPED.append(shared)
     if not any(other.running for other in LIVE) and not _collecting():
         _close([shared])
-    warnings.warn("a KVCacheManager was dropped without shutdown(), which is done for it", ResourceWarning, stacklevel=3)
+    warnings.warn("a KVCacheManager was dropped without shutdown(); it is shut down now", ResourceWarning, stacklevel=3)
 
 
 def close_dropped(driver: Driver) -> None:
-    """Shut down the managers of this driver that were dropped: a call of the driver's user may do so."""
+    """Shut down the dropped managers of this driver. Called at the start of a call that uses the driver."""
     _close([shared for shared in DROPPED if shared.driver is driver])
 
 
 def close_unused() -> None:
-    """Shut down the dropped managers whose driver no living manager uses; for calls that may take long themselves."""
+    """Shut down the dropped managers whose driver no living manager uses. Called only where a long call is acceptable."""
     used = [other.driver for other in LIVE if other not in DROPPED]
     _close([shared for shared in DROPPED if shared.driver not in used])
 
 
 def _close(managers: list[ManagerState]) -> None:
-    """A device that refuses is asked again by later calls, a few times."""
+    """Shut down dropped managers. If the device refuses, later calls try again, up to MAX_ATTEMPTS times."""
     for shared in managers:
         if not _remove(DROPPED, shared):
-            continue  # another thread has it
+            continue  # another thread shuts it down
         try:
             with shared.lock:
                 tear_down(shared)
@@ -115,7 +116,7 @@ def _close(managers: list[ManagerState]) -> None:
 
 
 def _remove(managers: list[ManagerState], shared: ManagerState) -> bool:
-    """Whether it was in the list."""
+    """Remove a manager from a list. Returns whether it was in it."""
     for position, other in enumerate(managers):
         if other is shared:
             del managers[position]
@@ -135,7 +136,7 @@ def _collecting() -> bool:
 
 
 def _on_fork() -> None:
-    """In the child: refuse every inherited manager."""
+    """Called in a child process after `os.fork()`: refuse all calls of inherited managers."""
     for shared in LIVE:
         shared.leave_to_parent(os.getppid())
     LIVE.clear()

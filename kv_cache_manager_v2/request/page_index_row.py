@@ -1,10 +1,10 @@
-"""Page-index rows: where the engine reads the base page index of each block.
+"""Page-index rows, in which the engine reads the base page index of each block.
 
 Rule: an entry is the slot id of a page that the ACTIVE request has locked, and BAD_PAGE_INDEX in every other case.
 
-A view of a row's own array (numpy, memoryview, torch) never blocks the request. Entries change in place, so a view shows them. When
-the number of blocks changes while a view exists, the row moves to a new array: the view stays valid and keeps its old entries.
-`version` tells: a view taken at the present version is up to date.
+A view of a row's own array (numpy, memoryview, torch) never blocks the request. Entries change in place, and a view shows the
+changes. If the number of blocks changes while a view exists, the row moves to a new array; the view stays valid and keeps the old
+entries. A view is up to date if `version` has not changed since it was taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 
 _BIG_ENDIAN: Final = sys.byteorder == "big"
-_BAD_RUN: Final = array("i", [BAD_PAGE_INDEX]) * 256  # slices of it are cheaper than new arrays
+_BAD_RUN: Final = array("i", [BAD_PAGE_INDEX]) * 256  # slicing it is cheaper than making a new array
 
 
 def bad_run(length: int) -> array[int]:
@@ -33,7 +33,7 @@ def bad_run(length: int) -> array[int]:
 
 
 class SlotWriter:
-    """Entries of a row, written one after the other: word by word into bytes, since compiled code has no faster way to an array."""
+    """Collects the entries of a row in a byte buffer, which compiled code fills faster than an array."""
 
     def __init__(self) -> None:
         self._words = BytesWriter()
@@ -51,18 +51,18 @@ class SlotWriter:
 class PageIndexRow:
     """Base page indices of one life cycle and beam, in the row's own array or in a buffer of the engine.
 
-    The own array has exactly one entry a block. A buffer may be longer: entries past the last block are BAD.
+    The own array has exactly one entry per block. A buffer may be longer: entries after the last block are BAD_PAGE_INDEX.
     """
 
     def __init__(self) -> None:
-        self.own: array[int] = array("i")  # one entry a block; empty while a buffer is attached
+        self.own: array[int] = array("i")  # one entry per block; empty while a buffer is attached
         self.buffer: memoryview[int] | None = None  # the attached buffer, as 32-bit ints
-        self.attached: object = None  # the object that the engine passed; reads return it
+        self.attached: object = None  # the object that the engine passed as the buffer
         self.length = 0  # blocks
-        self.version = 0  # changes exactly when an entry, the number of blocks or the array does
+        self.version = 0  # changes exactly when an entry, the number of blocks or the array changes
 
     def live(self) -> Sequence[int]:
-        """The array that the request writes: the engine's buffer, or the row's own."""
+        """The array in use: the engine's buffer, or the row's own."""
         return cast("Sequence[int]", self.attached) if self.buffer is not None else self.own
 
     def set(self, ordinal: int, value: int) -> None:
@@ -79,7 +79,7 @@ class PageIndexRow:
         self.version += 1
 
     def append(self, value: int) -> None:
-        """One more block. The caller has checked `max_blocks`."""
+        """Append a block. The caller has checked `max_blocks`."""
         buffer = self.buffer
         if buffer is None:
             try:
@@ -92,7 +92,7 @@ class PageIndexRow:
         self.version += 1
 
     def extend(self, values: array[int]) -> None:
-        """More blocks. The caller has checked `max_blocks`."""
+        """Append blocks. The caller has checked `max_blocks`."""
         if not values:
             return
         buffer = self.buffer
@@ -107,7 +107,7 @@ class PageIndexRow:
         self.version += 1
 
     def truncate(self, length: int) -> None:
-        """Remove the blocks from `length` on; a buffer reads BAD there."""
+        """Remove the blocks from `length` on. A buffer gets BAD_PAGE_INDEX there."""
         if length >= self.length:
             return
         buffer = self.buffer
@@ -122,7 +122,7 @@ class PageIndexRow:
         self.version += 1
 
     def fill(self, values: array[int]) -> None:
-        """Replace all entries by `values`, one a block. O(blocks)."""
+        """Replace all entries by `values`, one per block. O(blocks)."""
         if len(values) != self.length:
             self.truncate(len(values))
             self.extend(bad_run(len(values) - self.length))
@@ -138,29 +138,29 @@ class PageIndexRow:
         self.version += 1
 
     def blank(self) -> None:
-        """Make all entries BAD."""
+        """Set all entries to BAD_PAGE_INDEX."""
         self.fill(bad_run(self.length))
 
     def blank_range(self, start: int, end: int) -> None:
-        """Make the entries of some blocks BAD."""
+        """Set the entries of blocks start .. end - 1 to BAD_PAGE_INDEX."""
         for ordinal in range(start, min(end, self.length)):
             self.set(ordinal, BAD_PAGE_INDEX)
 
     def values(self) -> array[int]:
-        """A copy of the entries, one a block."""
+        """A copy of the entries, one per block."""
         buffer = self.buffer
         if buffer is None:
             return self.own[:]
         return array("i", buffer[: self.length])
 
     def max_blocks(self) -> int:
-        """Blocks that the array can hold; a huge number for the row's own."""
+        """How many blocks the array can hold; a huge number for the row's own array, which can grow."""
         return len(self.buffer) if self.buffer is not None else 1 << 62
 
     def attach(self, target: object) -> None:
-        """Write in place into `target`: writable, contiguous, one-dimensional int32 memory with an entry for every block.
+        """Use the engine's buffer: writable, contiguous, one-dimensional int32 memory with an entry for every block.
 
-        Takes anything with the buffer protocol, and torch tensors in host memory. Raises ConfigError before anything changes.
+        Accepts any object with the buffer protocol, and torch tensors in host memory. Raises ConfigError before anything changes.
         """
         view = _int32_view(target)
         if len(view) < self.length:
@@ -175,7 +175,7 @@ class PageIndexRow:
         self.version += 1
 
     def detach(self) -> None:
-        """Write into the row's own array again. The engine's memory is left as it is and never written again."""
+        """Use the row's own array again. The engine's buffer keeps its entries and is not written any more."""
         if self.buffer is None:
             return
         self.own = self.values()
@@ -187,7 +187,7 @@ class PageIndexRow:
 
 def _int32_view(target: object) -> memoryview[int]:
     try:
-        view = memoryview(target)  # type: ignore[arg-type]  # the point is to find out
+        view = memoryview(target)  # type: ignore[arg-type]  # raises TypeError without the buffer protocol
     except TypeError:
         if not hasattr(target, "data_ptr"):
             raise ConfigError(
@@ -197,7 +197,7 @@ def _int32_view(target: object) -> memoryview[int]:
         return _tensor_view(target)
     if view.format not in ("i", "@i") or view.ndim != 1:
         raise ConfigError(
-            f"a page-index buffer must be one-dimensional int32, got format {view.format!r} with {view.ndim} dimensions"
+            f"a page-index buffer must be one-dimensional int32; got format {view.format!r} with {view.ndim} dimensions"
         )
     if view.readonly or not view.c_contiguous:
         raise ConfigError("a page-index buffer must be writable and contiguous")
@@ -205,9 +205,9 @@ def _int32_view(target: object) -> memoryview[int]:
 
 
 def _tensor_view(tensor: Any) -> memoryview[int]:
-    """The memory of a torch tensor. The caller keeps the tensor alive as long as the view."""
+    """The memory of a torch tensor. The caller must keep the tensor alive as long as the view."""
     if tensor.device.type != "cpu":
-        raise ConfigError(f"a page-index buffer must be in host memory, got a tensor on {tensor.device}: pass a tensor of the CPU")
+        raise ConfigError(f"a page-index buffer must be in host memory, got a tensor on {tensor.device}: pass a CPU tensor")
     if str(tensor.dtype) != "torch.int32" or tensor.dim() != 1:
         raise ConfigError(f"a page-index buffer must be one-dimensional int32, got {tensor.dtype} with {tensor.dim()} dimensions")
     if not tensor.is_contiguous():

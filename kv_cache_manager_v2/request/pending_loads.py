@@ -1,7 +1,7 @@
-"""File transfers whose bytes a request builds on before it knows that they are right.
+"""File transfers in flight on whose bytes a request depends.
 
-Rule: no block that was committed on such bytes can be matched until every transfer has ended well. If one fails, those blocks
-leave the tree, and one line of the log names the request.
+Rule: a block committed meanwhile cannot be matched until every such transfer has succeeded. If one fails, these blocks leave the
+tree, and one log line names the request.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ _log: Final = logging.getLogger(__name__)
 
 
 def name_of(request_id: int | None) -> str:
-    """How messages name a request."""
+    """The name of a request in messages."""
     return "a request without id" if request_id is None else f"request {request_id}"
 
 
 def log_loss(request_id: int | None, page: Page) -> None:
-    """Say in the log which request depends on a lost page."""
+    """Log that a request depends on a lost page."""
     _log.error(
-        "%s: a page of life cycle %d was lost by a failed file transfer; what it computed since is wrong",
+        "%s: a page of life cycle %d was lost by a failed file transfer; what the request has computed since is wrong",
         name_of(request_id),
         page.life_cycle,
     )
 
 
 class PendingLoads:
-    """The pages that a request awaits, and the blocks that are hidden until they have arrived. O(pages awaited) a call."""
+    """The pages that a request awaits, and the blocks that cannot match until then. Every call is O(awaited pages)."""
 
     def __init__(self, request_id: int | None) -> None:
         self.request_id = request_id
         self.awaited: list[Page] = []  # pages with a transfer in flight
-        self.blocks: list[Block] = []  # hidden until none is
+        self.blocks: list[Block] = []  # blocks that are hidden while there are awaited pages
         self.lost: Page | None = None  # an awaited page whose transfer failed
 
     def share(self, request_id: int | None) -> PendingLoads:
-        """The same transfers, for a request that builds on the same bytes. The blocks stay with the request that committed them."""
+        """The same transfers for a fork, which depends on the same bytes. The blocks stay with the request that committed them."""
         twin = PendingLoads(request_id)
         twin.awaited = list(self.awaited)
         return twin
 
     def add(self, tree: RadixTree, block: Block) -> None:
-        """Hide a block that was committed on these bytes."""
+        """Hide a block that was committed while these transfers are in flight."""
         tree.hide(block)
         self.blocks.append(block)
 
     def settle_closed(self, tree: RadixTree) -> bool:
-        """As `settle`, after the request was closed: the log is all that can still tell of a loss."""
+        """As `settle`, for a closed request: a loss can only be logged."""
         settled = self.settle(tree)
         if self.lost is not None:
             log_loss(self.request_id, self.lost)
         return settled
 
     def settle(self, tree: RadixTree) -> bool:
-        """Whether all transfers have ended, or one has failed. The hidden blocks are shown then, or removed."""
+        """Whether all transfers have ended, or one has failed. Then the hidden blocks are shown, or removed."""
         waiting: list[Page] = []
         for page in self.awaited:
             if page.lost:

@@ -1,7 +1,7 @@
-"""Planned drops: pages that only the next turn of a conversation needs, given up as soon as that turn has come.
+"""Planned drops: pages that only the next turn of a conversation needs are dropped once that turn has started.
 
-Rule: a plan marks, it never holds. A page that several plans name goes with the last of them, and only if it has no user then.
-Pages of full attention and sinks are never planned: every longer match needs them.
+A plan marks pages and does not hold them. A page that several plans mark is dropped with the last plan, and only if it has no user.
+Pages of full attention and sinks are never marked, since every longer match needs them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 class PlannedDropHandle:
-    """The pages that one committed endpoint keeps alive beyond what longer matches need. Discarding it applies the drop."""
+    """The pages that only a match of exactly one committed length needs. `drop()` drops them.
+
+    A handle that is garbage collected is applied by the next call.
+    """
 
     def __init__(self, shared: ManagerState, pages: list[Page]) -> None:
-        """Not for users: `KVCache.plan_committed_block_drop` makes handles."""
+        """Internal. `KVCache.plan_committed_block_drop` makes handles."""
         self._shared = shared
         self._pages = pages
         self._dropped = False
@@ -28,15 +31,17 @@ class PlannedDropHandle:
             page.plans += 1
 
     def __del__(self) -> None:
-        if not getattr(self, "_dropped", True):  # nothing is there yet where the construction failed
-            self._shared.discarded_plans.append(self._pages)  # the next public call applies it: no work in a finaliser
+        if not getattr(self, "_dropped", True):  # absent if the constructor raised
+            self._shared.discarded_plans.append(self._pages)  # applied by the next public call: a finaliser must not do the work
 
     def __reduce__(self) -> str:
-        raise LogicError("a planned drop cannot be copied or pickled: it is the plan of these pages")
+        raise LogicError("a planned drop cannot be copied or pickled: it can be applied only once")
 
     def drop(self) -> None:
-        """Withdraw the plan; drops each page that no other plan names and that has no user. Raises AlreadyDroppedError the second
-        time."""
+        """Apply the plan: drop each page that no other plan marks and that has no user.
+
+        Raises AlreadyDroppedError the second time.
+        """
         if self._dropped:
             raise AlreadyDroppedError("this planned drop has already been dropped")
         with self._shared.lock, Call(self._shared, "drop()"):
@@ -47,12 +52,12 @@ class PlannedDropHandle:
 
 
 def plan(request: Request) -> PlannedDropHandle | None:
-    """A handle on the pages that only a request starting at exactly the committed length needs; None if it could not start there.
+    """Plan to drop the pages that only a match of exactly the committed length needs; None if there can be no such match.
 
-    Raises LogicError while committing goes on. O(blocks).
+    O(blocks). Raises LogicError before `stop_committing()`.
     """
     if request.commit_allowed:
-        raise LogicError("plan_committed_block_drop() needs stop_committing() first: the endpoint is not settled yet")
+        raise LogicError("plan_committed_block_drop(): the committed length may still change; call stop_committing() first")
     blocks = _committed_path(request)
     if not blocks or not is_reusable(request.shared.tree, blocks, request.committed):
         return None
@@ -60,7 +65,7 @@ def plan(request: Request) -> PlannedDropHandle | None:
 
 
 def _committed_path(request: Request) -> list[Block]:
-    """The tree's blocks of all committed tokens; empty if some of them have left it."""
+    """The tree's blocks of all committed tokens; empty if one of them has left the tree."""
     tree = request.shared.tree
     parent = existing_parent(request)
     if parent is None or not parent.attached:
@@ -72,7 +77,7 @@ def _committed_path(request: Request) -> list[Block]:
 
 
 def _planned_pages(shared: ManagerState, blocks: list[Block], num_tokens: int) -> list[Page]:
-    """Window pages that are not stale at the endpoint, sinks left out, and the snapshot at the endpoint."""
+    """The window pages that are not stale at `num_tokens`, without sinks, and the snapshot at `num_tokens`."""
     pages: list[Page] = []
     for life_cycle in shared.life_cycles:
         if not life_cycle.is_attention:

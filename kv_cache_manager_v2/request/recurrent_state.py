@@ -1,7 +1,7 @@
 """Recurrent (SSM) state: one live slot per beam of a request, and snapshots of it in the tree.
 
-Rule: a snapshot is good at exactly one length, so it is taken when tokens are committed and the state is at their end. The live
-state is never shared and never a victim. A snapshot may be dropped at once, and one that finds no slot is skipped.
+A snapshot is valid at exactly one length. So it is taken when tokens are committed and the state is at their end. The live state is
+never shared or evicted. A snapshot may be dropped at any time, and is skipped if there is no slot for it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class RecurrentState:
         self.index: int = life_cycle.index
         self.pool_group = pool_group
         self.page: Page | None = None
-        self.borrowed = False  # `page` is a snapshot of the tree: the first resume copies it into a slot of the request
-        self.skipped = 0  # snapshots for which there was no slot
+        self.borrowed = False  # whether `page` is a snapshot in the tree, which the first resume copies into the request's own slot
+        self.skipped = 0  # snapshots skipped for lack of a slot
 
     def needs_slot(self) -> bool:
-        """Whether the next resume takes a slot for the state."""
+        """Whether the next resume needs a slot for the state."""
         return self.page is None or self.borrowed
 
     def borrow(self, hierarchy: Hierarchy, snapshot: Page) -> None:
-        """Start from a snapshot of the tree."""
+        """Start from a snapshot in the tree."""
         hierarchy.hold(snapshot)
         self.page = snapshot
         self.borrowed = True
 
     def end(self, hierarchy: Hierarchy, active: bool, point: Point) -> None:
-        """Unlock or release the page; `point` is the end of the request's work on it."""
+        """Unlock or release the page. `point` is the end of the request's work on it."""
         page = self.page
         self.page = None
         if page is None:
