@@ -71,7 +71,7 @@ class KVCache(PageIndexViews):
     def __del__(self) -> None:
         state: Request | None = getattr(self, "_state", None)  # nothing is there yet where the construction failed
         if state is not None and state.status != CLOSED:
-            state.shared.abandoned.append(state)  # the next public call closes it: no work in a finaliser
+            state.shared.unclosed.append(state)  # the next public call closes it: no work in a finaliser
 
     def __reduce__(self) -> str:
         raise LogicError("a KVCache cannot be copied or pickled: whoever drops the copy would end the request; use fork()")

@@ -400,7 +400,7 @@ class KVCacheManager(ManagerStatistics):
         if shared.forked:
             raise LogicError(f"{call}: {shared.refusal}")
         if held_twice(shared.mutex):
-            raise LogicError(shared.why_nested(call))
+            raise LogicError(shared.nested_call_error(call))
 
     def _wait_for_transfers(self, call: str) -> None:
         """Wait, without the lock, until file transfers in flight have ended, so that others are served meanwhile."""

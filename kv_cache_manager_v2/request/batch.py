@@ -108,7 +108,7 @@ def resize_all(requests: list[Request], capacities: list[object], histories: lis
                 elif not _resize(request, capacity, whole(histories[position], f"histories[{position}]")):
                     return position
         except KVCacheError as error:
-            _say_whose(error, requests[position], position)
+            _name_request(error, requests[position], position)
             raise
     return count
 
@@ -142,11 +142,11 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
                         point = NULL_POINT
                     point = _commit_token(request, token, point)
         except KVCacheError as error:
-            _say_whose(error, requests[position], position)
+            _name_request(error, requests[position], position)
             raise
 
 
-def _say_whose(error: KVCacheError, request: Request, position: int) -> None:
+def _name_request(error: KVCacheError, request: Request, position: int) -> None:
     """Add the request and its position to the text of an error. Earlier requests of the batch are done."""
     named = f" (id {request.request_id})" if request.request_id is not None else ""
     error.args = (f"caches[{position}]{named}: {error.args[0] if error.args else error}", *error.args[1:])

@@ -128,7 +128,7 @@ def _count_copies(request: Request, tables: list[BlockTable], first: int) -> Non
             pending.copied[table.index] += 1
             pending.dirty = True
         table.pending_from = own
-        request.count_taken(table, own, sum([1 for page in table.pages[own:] if page is not None]))
+        request.count_allocated(table, own, sum([1 for page in table.pages[own:] if page is not None]))
     request.mark_dirty()
 
 

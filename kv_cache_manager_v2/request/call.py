@@ -53,17 +53,17 @@ class Call:
             _admit(shared, self._name)
         shared.running = self._name
         if shared.ledger.enabled:  # slot counts do not change between calls
-            shared.ledger.note_peaks()
+            shared.ledger.update_peaks()
         if (
-            shared.abandoned
-            or shared.discarded_plans
+            shared.unclosed
+            or shared.finalized_plans
             or shared.closed_loads
             or shared.unreleased
             or shared.hierarchy.transfers_in_flight > 0
             or DROPPED
         ):
             try:
-                self._closed = _catch_up(shared)
+                self._closed = _run_deferred_work(shared)
             except BaseException as error:
                 _leave(shared, error)
                 raise
@@ -157,7 +157,7 @@ def _admit(shared: ManagerState, name: str) -> None:
     """Raise if the call is not allowed. Audit the manager first if the last call did not reach its end."""
     if shared.running:
         if held_twice(shared.mutex):
-            raise LogicError(shared.why_nested(name))
+            raise LogicError(shared.nested_call_error(name))
         judge(shared, None)
         if shared.running:
             raise OutOfMemoryError(
@@ -184,7 +184,7 @@ def _leave(shared: ManagerState, error: BaseException | None) -> None:
         raise CorruptedError(shared.poison)
 
 
-def _catch_up(shared: ManagerState) -> list[Request] | None:
+def _run_deferred_work(shared: ManagerState) -> list[Request] | None:
     """Do the work that finalisers and file transfers have left. Returns the requests that were closed.
 
     What the device refuses is tried again by the next call.
@@ -193,21 +193,21 @@ def _catch_up(shared: ManagerState) -> list[Request] | None:
         close_dropped(shared.driver)
     if shared.unreleased:
         release_again(shared)
-    closed = _close_abandoned(shared) if shared.abandoned else None
-    while shared.discarded_plans:
-        shared.withdraw_plan(shared.discarded_plans.pop())
+    closed = _close_unclosed(shared) if shared.unclosed else None
+    while shared.finalized_plans:
+        shared.withdraw_plan(shared.finalized_plans.pop())
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
     if shared.closed_loads:
         shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle_closed(shared.tree)]
     if shared.ledger.enabled:  # before the call allocates slots that were freed here
-        shared.ledger.note_peaks()
+        shared.ledger.update_peaks()
     return closed
 
 
-def _close_abandoned(shared: ManagerState) -> list[Request]:
+def _close_unclosed(shared: ManagerState) -> list[Request]:
     """Close requests whose handles were dropped. If the device refuses one, the next call tries again."""
-    requests = shared.abandoned  # finalisers may append at any time
+    requests = shared.unclosed  # finalisers may append at any time
     refused = 0
     closed: list[Request] = []
     while len(requests) > refused:

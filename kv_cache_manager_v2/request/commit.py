@@ -169,7 +169,7 @@ def _install_blocks(request: Request, blocks: list[bytes], history: int, point: 
     for number, data in enumerate(blocks):
         ordinal = len(request.path)
         if beams:
-            request.settle_beams(ordinal, beams[number], point)
+            request.keep_beam(ordinal, beams[number], point)
         if not parent.attached:
             request.path.append(tree.detached_block(ordinal, data))
             continue

@@ -31,7 +31,7 @@ def discard_stats(request: Request) -> None:
     """Set a request's pending counts to 0."""
     if request.pending is not None:
         request.pending.clear()
-        request.settle_counts()
+        request.mark_counted()
     request.clear_dirty()
 
 
@@ -43,8 +43,8 @@ def end_stats(request: Request) -> None:
         if ledger.commit_on_close:
             commit_stats(request)
             return
-        if not ledger.told_of_lost_counts:
-            ledger.told_of_lost_counts = True
+        if not ledger.lost_counts_logged:
+            ledger.lost_counts_logged = True
             _log.warning(
                 "a request closed before it committed its statistics, which are lost (logged once per manager); call "
                 "commit_pending_stats() or discard_pending_stats() first, or set commit_stats_on_close=True in KVCacheManagerConfig"

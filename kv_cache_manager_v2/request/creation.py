@@ -108,7 +108,7 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
         table.share(columns[number])
         if pending is not None:
             pending.found(table.index, GPU_LEVEL, on_gpu[number], 0)
-    request.settle_counts()
+    request.mark_counted()
     return levels
 
 

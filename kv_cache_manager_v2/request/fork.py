@@ -45,7 +45,7 @@ def fork(request: Request, request_id: int | None) -> Request:
     count = len(twin.tables)
     for number, table in enumerate(twin.tables):
         table.share(_shared_pages(request.tables[number], request.tables[request.last_beam * count + number], twin.num_blocks))
-    twin.settle_counts()
+    twin.mark_counted()
     if snapshot is not None and twin.recurrent is not None:
         _await_source(request, twin)
         shared.hierarchy.hold(snapshot)

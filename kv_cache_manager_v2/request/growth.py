@@ -53,7 +53,7 @@ def add_blocks(request: Request, capacity: int) -> bool:
     pages = reservation.pages
     for number, table in enumerate(request.tables):  # after the history, so none of the new blocks is stale
         table.extend(pages if count == len(pages) else pages[number * count : (number + 1) * count])
-        request.count_taken(table, request.num_blocks, count)
+        request.count_allocated(table, request.num_blocks, count)
     request.mark_dirty()
     request.set_capacity(capacity)
     request.last_shortage = None
@@ -311,7 +311,7 @@ class _Change:
                 else:
                     table.append(reservation.next(table.index, priority))
                     taken += 1
-            request.count_taken(table, request.num_blocks, taken)
+            request.count_allocated(table, request.num_blocks, taken)
 
 
 def _is_private(page: Page) -> bool:
@@ -324,6 +324,6 @@ def shrink(request: Request, blocks: int, point: Point) -> None:
     for table in request.tables:
         for ordinal in range(len(table.pages) - 1, blocks - 1, -1):
             if table.pages[ordinal] is not None:
-                request.count_given_back(table, ordinal)
+                request.uncount_page(table, ordinal)
         table.shrink(blocks, point)
-    request.unmark_if_undone()
+    request.clear_dirty_if_undone()

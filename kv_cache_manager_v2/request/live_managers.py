@@ -43,8 +43,8 @@ def tear_down(shared: ManagerState) -> None:
         request.status = CLOSED
         request.num_blocks = 0
     shared.open.clear()
-    shared.abandoned.clear()
-    shared.discarded_plans.clear()
+    shared.unclosed.clear()
+    shared.finalized_plans.clear()
     shared.closed_loads.clear()
     if not shared.poison:
         try:
@@ -138,7 +138,7 @@ def _collecting() -> bool:
 def _on_fork() -> None:
     """Called in a child process after `os.fork()`: refuse all calls of inherited managers."""
     for shared in LIVE:
-        shared.leave_to_parent(os.getppid())
+        shared.mark_forked(os.getppid())
     LIVE.clear()
     DROPPED.clear()
 

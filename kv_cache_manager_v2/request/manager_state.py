@@ -70,9 +70,9 @@ class ManagerState:
         self.guard: GuardedListener | None = None  # the wrapper of an engine's listener
         # Work for the next call.
         self.closed_loads: list[PendingLoads] = []  # loads of requests that closed before these had ended
-        self.discarded_plans: list[list[Page]] = []  # pages of planned drops whose handles were garbage collected
+        self.finalized_plans: list[list[Page]] = []  # pages of planned drops whose handles were garbage collected
         self.unreleased: list[Reservation] = []  # reservations whose release the device refused; their slots are not free
-        self.abandoned: list[Request] = []  # requests whose handles were dropped without close()
+        self.unclosed: list[Request] = []  # requests whose handles were dropped without close()
         self.num_active = 0  # requests that are ACTIVE
         # Which calls are allowed.
         self.mutex = threading.RLock()
@@ -94,7 +94,7 @@ class ManagerState:
             if page.plans == 0 and page.alive() and page.owner is not None and page.status() == PageStatus.DROPPABLE:
                 self.tree.drop_page(page)
 
-    def why_nested(self, call: str) -> str:
+    def nested_call_error(self, call: str) -> str:
         """The error text for a call inside another call of the same thread."""
         if self.calling_out:
             return f"{call}: a priority callback must not call the manager or its caches, since it runs inside {self.running}"
@@ -121,7 +121,7 @@ class ManagerState:
         self.refusal = ""
         self.repaired = False
 
-    def leave_to_parent(self, pid: int) -> None:
+    def mark_forked(self, pid: int) -> None:
         """Called in a child process after `os.fork()`: memory, files and threads belong to the parent process.
 
         The lock is replaced, since another thread of the parent may have held it.
@@ -130,7 +130,7 @@ class ManagerState:
         self.running = ""
         self.mutex = threading.RLock()
         self.lock = make_lock(self.mutex)
-        self.refuse_changes(f"this manager belongs to the parent process {pid}; create a manager in this process instead")
+        self.refuse_changes(f"this manager belongs to process {pid}, from which this one was forked; create another manager here")
 
     def enter(self, state: Request) -> None:
         """Register a new request as open."""

@@ -32,7 +32,7 @@ class PlannedDropHandle:
 
     def __del__(self) -> None:
         if not getattr(self, "_dropped", True):  # absent if the constructor raised
-            self._shared.discarded_plans.append(self._pages)  # applied by the next public call: a finaliser must not do the work
+            self._shared.finalized_plans.append(self._pages)  # applied by the next public call: a finaliser must not do the work
 
     def __reduce__(self) -> str:
         raise LogicError("a planned drop cannot be copied or pickled: it can be applied only once")

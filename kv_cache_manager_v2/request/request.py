@@ -1,14 +1,14 @@
-"""What the manager owns of one request: three lengths, its pages, and its place in the reuse tree.
+"""The state of one request: three lengths, its pages, and its path in the radix tree.
 
-Rule: a request never refers to the user's handle or to the manager. So a handle that is dropped is noticed, and nothing here
-depends on when Python frees an object.
+A request never refers to the user's handle or to the manager. So a dropped handle is noticed, and nothing here depends on when
+Python deallocates an object.
 
     committed <= history <= capacity,   num_blocks = ceil(capacity / tokens_per_block)
 
     blocks      0        1        2        3        4
-    full        P        P        P        P        P        P: a page of the request: locked while ACTIVE, held while SUSPENDED
-    window      P(sink)  -        -        P        P        -: stale, no page (or one held until its block is committed)
-                |--------- committed --------|                path of tree blocks up to `tip`, then `tail`
+    full        P        P        P        P        P        P: a page of the request, locked while ACTIVE, held while SUSPENDED
+    window      P(sink)  -        -        P        P        -: stale; no page, or one held until its block is committed
+                |--------- committed --------|                full blocks are in `path`, the rest in `tail`
                 |------------- history -----------|
                 |------------------ capacity -----------|
 """
@@ -39,7 +39,7 @@ from kv_cache_manager_v2.storage.planner import Shortage
 
 
 class CacheStatus(IntEnum):
-    """SUSPENDED at creation, ACTIVE between resume and suspend, CLOSED for good."""
+    """SUSPENDED at creation, ACTIVE between resume and suspend, CLOSED after close."""
 
     ACTIVE = 0
     SUSPENDED = 1
@@ -54,7 +54,7 @@ PriorityCallback = Callable[[int, LifeCycle], int]
 
 
 class Request:
-    """One request. Calls marked "install" are plain assignments: they cannot fail, and come after all device work of a call."""
+    """One request. Methods under "install" are plain assignments: they cannot fail, and run after all device work of a call."""
 
     def __init__(self, shared: ManagerState, scope: ReuseScope, request_id: int | None, priority: PriorityCallback | None) -> None:
         self.shared = shared
@@ -64,61 +64,61 @@ class Request:
         self.priority = priority  # None: PRIORITY_DEFAULT for every page
         self.status: int = SUSPENDED
         self.tokens_per_block = shared.tokens_per_block
-        # lengths, in tokens
+        # Lengths, in tokens.
         self.capacity = 0
         self.history = 0
         self.committed = 0
         self.num_blocks = 0
         self.block_start = 0  # a capacity in (block_start, block_end] needs exactly num_blocks blocks
         self.block_end = 0
-        self.scratch_from = NEVER  # smallest capacity at which some table needs scratch slots, at this history or a later one
-        self.next_stale = 0  # smallest history at which some window's stale range grows
-        # pages
+        self.scratch_from = NEVER  # a smaller capacity needs no scratch slots, at this or any later history
+        self.next_stale = 0  # a smaller history makes no further block stale
+        # Pages.
         hierarchy = shared.hierarchy
         self.tables: list[BlockTable] = [
             BlockTable(shared.life_cycles[index], shared.pool_group_of[index], hierarchy) for index in shared.attention
-        ]  # beam by beam; within a beam by life cycle
-        self.main_tables: list[BlockTable] = self.tables  # those of beam 0
-        self.width = 1  # beams
-        self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
-        self.last_beam = 0  # beam that the last committed token was taken from: the one that goes on from there
+        ]  # ordered by beam, then by life cycle
+        self.main_tables: list[BlockTable] = self.tables  # tables of beam 0
+        self.width = 1  # number of beams
+        self.tail_beam = -1  # the beam from which the partial last block is committed; -1 if all beams share its tokens
+        self.last_beam = 0  # the beam of the last committed token, which continues after it
         self.recurrent: RecurrentState | None = None  # of beam 0, with SSM layers
         self.more_recurrent: list[RecurrentState] = []  # of the further beams
         if shared.ssm is not None:
             self.recurrent = RecurrentState(shared.ssm, shared.pool_group_of[shared.ssm.index])
-        self.loads: PendingLoads | None = None  # while file transfers still carry bytes that the request builds on
-        self.lost = ""  # why the request can only be closed
-        self.loss_told = False  # whether a call has raised PageDataLostError
-        # reuse
+        self.loads: PendingLoads | None = None  # file transfers in flight on which the request depends; None if there are none
+        self.lost = ""  # why the request can only be closed; empty if its bytes are complete
+        self.loss_reported = False  # whether a call has raised PageDataLostError
+        # Reuse.
         self.tip: Block | None = None  # deepest tree block of the path, pinned; None before the first full block
-        self.path: list[Block] = []  # the full committed blocks; some may have left the tree
-        self.tail = BytesWriter()  # packed tokens of the committed part of the block after those
+        self.path: list[Block] = []  # full committed blocks; some may have left the tree
+        self.tail = BytesWriter()  # packed committed tokens of the block after `path`
         self.commit_allowed = True
-        self.text_only = False  # a promise: no digest will come
+        self.text_only = False  # the user has promised not to commit digests
         self.has_digests = False  # whether digests are committed
-        self.scratch = shared.scratch  # whether long prefill steps borrow scratch slots
-        self.borrowed_tail = False  # the last block is a partly matched page of the tree: the first resume copies it
-        self.divergence = 0  # tokens of the longest cached path at creation, before back-off and missing pages cut it
-        self.before_hybrid = 0  # what would have been reused if recurrent layers needed no snapshot
+        self.scratch = shared.scratch  # whether long prefill steps use scratch slots
+        self.borrowed_tail = False  # whether the last block is a partly matched page of the tree, which the first resume copies
+        self.divergence = 0  # tokens of the longest cached path at creation, regardless of back-off and missing pages
+        self.before_hybrid = 0  # tokens that would have been reused if recurrent layers needed no snapshot
         self.cached_tokens_by_level: list[int] = [0] * hierarchy.num_levels
-        # stream
+        # Stream.
         self.stream = Stream(0)
         self.stream_set = False
         self.last_shortage: Shortage | None = None
-        # sums over all resizes, for the means of the lengths
+        # Sums over all resizes, for mean lengths.
         self.capacity_sum = 0
         self.history_sum = 0
         self.num_samples = 0
         self.pending: PendingStats | None = (
-            None  # counts that the engine has not committed; None if neither manager nor request counts
+            None  # counts that the engine has not committed; None if statistics are off for manager and request
         )
-        self.started = False  # whether it was ever resumed
+        self.started = False  # whether the request has been resumed before
         self.set_history(0)
 
     # --- pages
 
     def table(self, life_cycle: int, beam: int) -> BlockTable | None:
-        """The table of an attention life cycle and beam; None for a recurrent one."""
+        """The table of an attention life cycle and beam; None for a recurrent life cycle."""
         count = len(self.main_tables)
         for number in range(beam * count, (beam + 1) * count):
             if self.tables[number].index == life_cycle:
@@ -126,17 +126,17 @@ class Request:
         return None
 
     def recurrent_states(self) -> list[RecurrentState]:
-        """The live recurrent states, by beam; none without SSM layers."""
+        """The live recurrent states, by beam; empty without recurrent layers."""
         if self.recurrent is None:
             return []
         return [self.recurrent, *self.more_recurrent]
 
     def last_recurrent(self) -> RecurrentState | None:
-        """The recurrent state of the beam that goes on."""
+        """The recurrent state of the beam of the last committed token."""
         return self.recurrent_states()[self.last_beam] if self.recurrent is not None else None
 
     def live_pages(self) -> list[Page]:
-        """The pages that the next step may read, the last block's first, recurrent states at the end. O(live blocks).
+        """The pages that the next step may read, from the last block to the first, then recurrent states. O(live blocks).
 
         Pages become evictable in this order, so that the tail of a path is evicted before its head.
         """
@@ -153,9 +153,9 @@ class Request:
         return live
 
     def _add_live_pages(self, live: list[Page]) -> None:
-        """Of several tables, block by block."""
+        """Add the live pages of several tables, block by block."""
         tables = self.tables
-        start, end = 0, NEVER  # blocks that are stale in every table
+        start, end = 0, NEVER  # range of blocks that are stale in every table
         for table in tables:
             start = max(start, table.stale_start)
             end = min(end, table.stale_end)
@@ -177,7 +177,7 @@ class Request:
         return False
 
     def waits_for_commit(self, ordinal: int) -> bool:
-        """Whether a block's page, once stale, is kept until the block's commit publishes it."""
+        """Whether the page of a block that becomes stale is held until the block is committed."""
         return self.commit_allowed and not self.shared.commit_min_snapshot and ordinal >= len(self.path)
 
     # --- lengths: install
@@ -190,7 +190,7 @@ class Request:
         self.block_start = self.block_end - size
 
     def set_history(self, history: int) -> None:
-        """Move the history. Pages that fall out of a window have been dealt with."""
+        """Set the history. The caller has unlocked the pages that leave a window."""
         self.history = history
         if history >= self.next_stale:
             soonest = NEVER
@@ -204,7 +204,7 @@ class Request:
             self.scratch_from = NEVER
 
     def _scratch_from(self, history: int) -> int:
-        """See `scratch_from`: stale(capacity - rewind) must reach beyond the block in which the history ends."""
+        """Compute `scratch_from`: the stale range at (capacity - rewind) must reach beyond the block in which the history ends."""
         block = -(-history // self.tokens_per_block)
         least = NEVER
         for table in self.main_tables:
@@ -212,20 +212,20 @@ class Request:
         return least
 
     def sample(self) -> None:
-        """Add the present lengths to the request's means, which guide the split of the memory: once per resize."""
+        """Add the present lengths to the request's means, which guide the pool ratio. Called once per resize."""
         self.capacity_sum += self.capacity
         self.history_sum += self.history
         self.num_samples += 1
 
     def mean_lengths(self) -> tuple[float, float]:
-        """Mean capacity and mean history over the request's steps, its last lengths included."""
+        """Mean capacity and mean history over the request's steps, including its present lengths."""
         count = self.num_samples + 1
         return (self.capacity_sum + self.capacity) / count, (self.history_sum + self.history) / count
 
     # --- the decode step inside a block: no lock, nothing allocated
 
     def stay_inside_block(self, capacity: int) -> bool:
-        """Set a capacity that needs the blocks that there are. False, nothing changed, if it is not that simple."""
+        """The fast form of `resize` that adds no block. Returns False, with nothing changed, if it does not apply."""
         if (
             self.block_start < capacity <= self.block_end
             and capacity >= self.history
@@ -243,8 +243,10 @@ class Request:
         return False
 
     def append_inside_block(self, token: int) -> bool:
-        """Commit one id that fills no block, moves no window and frees no scratch slot. False, nothing changed, if it is not that
-        simple."""
+        """The fast form of `commit` for one id. Returns False, with nothing changed, if it does not apply.
+
+        It applies if the id fills no block, moves no window and frees no scratch slot.
+        """
         after = self.committed + 1
         if after % self.tokens_per_block == 0 or not self.takes_one(token):
             return False
@@ -254,11 +256,11 @@ class Request:
                 return False
             self.history = after
         self.committed = after
-        write_i32_le(self.tail, word)  # last: from here to the end no signal can be handled
+        write_i32_le(self.tail, word)  # last, since no signal is handled from here to the end
         return True
 
     def takes_one(self, token: int) -> bool:
-        """Whether this id can be committed by `commit_one`: no beams, no snapshots, nothing in doubt, and no error to report."""
+        """Whether `commit_one` can commit this id: no beams, no snapshots, no transfers in flight, and no error to report."""
         return (
             self.status == ACTIVE
             and 0 <= token < TOKEN_ID_LIMIT
@@ -273,7 +275,7 @@ class Request:
     # --- beams: install
 
     def exchange_beams(self, beam: int) -> None:
-        """Beam 0 and the beam that the last committed token came from swap all that is not committed in full blocks."""
+        """Swap beam 0 with the beam of the last committed token, except for full committed blocks."""
         for ordinal in range(len(self.path), self.num_blocks):
             self.exchange_pages(ordinal, beam)
         recurrent = self.recurrent
@@ -285,13 +287,13 @@ class Request:
         self.last_beam = 0
 
     def exchange_pages(self, ordinal: int, beam: int) -> None:
-        """Beam 0 and another one swap their pages of one block."""
+        """Swap the pages of one block between beam 0 and another beam."""
         count = len(self.main_tables)
         for number, table in enumerate(self.main_tables):
             table.exchange(self.tables[beam * count + number], ordinal, self.status == ACTIVE)
 
-    def settle_beams(self, ordinal: int, beam: int, point: Point) -> None:
-        """A block is committed from one beam: that beam's pages become beam 0's, the other beams' are unlocked."""
+    def keep_beam(self, ordinal: int, beam: int, point: Point) -> None:
+        """Keep only the given beam's pages of a committed block: they become beam 0's, those of the other beams are unlocked."""
         if beam > 0:
             self.exchange_pages(ordinal, beam)
         for table in self.tables[len(self.main_tables) :]:
@@ -301,16 +303,16 @@ class Request:
     # --- statistics
 
     def excluded(self) -> bool:
-        """Whether this is a dummy, which counts nowhere and teaches the tuner nothing."""
+        """Whether this is a dummy request, which neither statistics nor the tuner count."""
         return self.request_id is not None and self.request_id in self.shared.ledger.excluded
 
     def mark_dirty(self) -> None:
-        """Something was counted that the engine has yet to commit."""
+        """Record that the request has counts that the engine has not committed."""
         if self.request_id is not None and self.pending is not None and self.pending.dirty:
             self.shared.ledger.mark_dirty(self.request_id, self)
 
     def clear_dirty(self) -> None:
-        """Nothing of this request is left to commit; another open request of the same id may have counts."""
+        """Record that the request has no uncommitted counts. Another open request with the same id may have some."""
         if self.request_id is None:
             return
         ledger = self.shared.ledger
@@ -321,28 +323,28 @@ class Request:
                 if other is not self and other.request_id == self.request_id:
                     other.mark_dirty()
 
-    def count_taken(self, table: BlockTable, first: int, count: int) -> None:
-        """Count the pages that a table took from this ordinal on."""
+    def count_allocated(self, table: BlockTable, first: int, count: int) -> None:
+        """Count the pages allocated for a table from this ordinal on."""
         pending = self.pending
         if pending is not None:
             pending.grown(table.index, count)
             if pending.generating:
                 table.generated_from = min(table.generated_from, first)
 
-    def count_given_back(self, table: BlockTable, ordinal: int) -> None:
-        """Undo the count of a page that shrinking takes away, if it is not committed."""
+    def uncount_page(self, table: BlockTable, ordinal: int) -> None:
+        """Undo the count of a page that shrinking removes, if that count is not committed."""
         pending = self.pending
         if pending is not None and ordinal >= table.pending_from:
-            pending.taken_back(table.index, ordinal >= table.generated_from)
+            pending.uncount(table.index, ordinal >= table.generated_from)
 
-    def settle_counts(self) -> None:
-        """All that is counted up to now was committed, or is not to be counted."""
+    def mark_counted(self) -> None:
+        """Mark the present pages as counted: they are committed to the statistics, or must not be counted."""
         for table in self.tables:
             table.pending_from = len(table.pages)
             table.generated_from = NEVER
 
-    def unmark_if_undone(self) -> None:
-        """If shrinking took back all that was counted, there is nothing to commit."""
+    def clear_dirty_if_undone(self) -> None:
+        """Clear the mark of uncommitted counts if shrinking has undone all of them."""
         pending = self.pending
         if pending is not None and pending.dirty and pending.empty():
             pending.dirty = False
@@ -351,7 +353,7 @@ class Request:
     # --- tokens
 
     def tail_length(self) -> int:
-        """Tokens committed past the last full committed block."""
+        """Committed tokens after the last full committed block."""
         return self.committed - len(self.path) * self.tokens_per_block
 
     def committed_tokens(self) -> list[int | bytes]:
@@ -364,21 +366,21 @@ class Request:
     # --- file transfers
 
     def await_page(self, page: Page) -> None:
-        """The request builds on this page's bytes while a file transfer carries them."""
+        """Record that the request depends on a page whose file transfer is in flight."""
         loads = self.loads
         if loads is None:
             loads = self.loads = PendingLoads(self.request_id)
         loads.awaited.append(page)
 
     def lose(self, page: Page) -> None:
-        """A page that the next step reads was lost: the request can only be closed."""
+        """Record that a page that the next step reads was lost: the request can only be closed."""
         if self.lost:
             return
         log_loss(self.request_id, page)
         self.lost = f"a page of life cycle {page.life_cycle} was lost by a failed file transfer"
 
     def check_transfers(self) -> None:
-        """Take note of file transfers that ended: show the blocks that waited for them, or mark the request lost."""
+        """Settle file transfers that have ended: show the hidden blocks, or mark the request as lost."""
         self.shared.hierarchy.settle()
         loads = self.loads
         if loads is None or not loads.settle(self.shared.tree):
@@ -392,23 +394,23 @@ class Request:
         if self.loads is not None:
             self.check_transfers()
         if self.lost:
-            self.loss_told = True
+            self.loss_reported = True
             raise PageDataLostError(f"{call}: {self.lost}; close this cache and start the request again")
 
     def report_loss(self) -> None:
-        """After the close: raise PageDataLostError if the request computed on bytes that never came and no call has said so."""
-        if self.lost and self.started and not self.loss_told and not self.shared.refusal:
-            self.loss_told = True
+        """Called after the close: raise PageDataLostError if the request has computed with lost bytes and no call has raised it."""
+        if self.lost and self.started and not self.loss_reported and not self.shared.refusal:
+            self.loss_reported = True
             raise PageDataLostError(f"close(): {self.lost}; the cache is closed, but what was computed with it is wrong")
 
     # --- checks
 
     def page_priority(self, ordinal: int, life_cycle: LifeCycle) -> int:
-        """Priority of a page, from the request's callback; asked before anything changes, since the callback may raise.
+        """Priority of a page, from the request's callback. Called before anything changes, since the callback may raise.
 
-        Raises LogicError for one out of range.
+        Raises LogicError for a priority out of range.
         """
-        callback: Callable[[int, LifeCycle], object] | None = self.priority  # whatever the user's function returns
+        callback: Callable[[int, LifeCycle], object] | None = self.priority  # a user's function: its result is unchecked
         if callback is None:
             return PRIORITY_DEFAULT
         shared = self.shared
@@ -419,7 +421,7 @@ class Request:
         finally:
             shared.calling_out = False
         if (self.committed, self.history, self.capacity) != before:
-            raise LogicError("the priority callback changed the cache that it was asked for; it must only answer")
+            raise LogicError("the priority callback changed its cache; it must only return a priority")
         if isinstance(answer, bool) or not isinstance(answer, SupportsIndex):
             raise LogicError(f"the priority callback returned {answer!r}; it must be an integer in {PRIORITY_MIN}..{PRIORITY_MAX}")
         priority = index(answer)
@@ -430,5 +432,7 @@ class Request:
     def require(self, status: int, call: str) -> None:
         """Raise LogicError unless the request is in this status, PageDataLostError if its bytes were lost."""
         if self.status != status:
-            raise LogicError(f"{call} needs a cache that is {CacheStatus(status).name}; it is {CacheStatus(self.status).name}")
+            raise LogicError(
+                f"{call} needs a cache that is {CacheStatus(status).name}; this one is {CacheStatus(self.status).name}"
+            )
         self.require_bytes(call)

@@ -1,8 +1,8 @@
-"""The new pages of one call, from the moment that they are taken until a request has them.
+"""The new pages of one call, from their allocation until they are installed in a request.
 
-Rule: a call that needs pages reserves them here, queues its device work, and then installs them by plain assignments. If anything
-is raised before that, the reservation is released and nothing else has changed. The slots of a released reservation are free for
-others only once the stream is past what was queued on them.
+A call that needs pages reserves them here, queues its device work, and then installs them by plain assignments. If an exception is
+raised before that, the reservation is released and nothing else has changed. The slots of a released reservation are free only once
+the stream has passed the work queued on them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Reservation:
-    """Locked pages without a request. As a context it spans the device phase: it is released if an exception leaves it."""
+    """Locked pages that belong to no request yet. As a context manager it spans the device phase: an exception releases it."""
 
     def __init__(self, shared: ManagerState, stream: Stream) -> None:
         self.shared = shared
         self.stream = stream
         self.pages: list[Page] = []  # in the order in which they will be installed
-        # without lists where a decode step needs none: they would be a tenth of its time when it takes a block
-        self.reusable: list[Page] | None = None  # locked pages of blocks that become stale, which only this request uses
-        self.reused: list[Page] | None = None  # those of them that are among `pages`
+        # None instead of empty lists: making them would cost a tenth of a decode step that needs a block.
+        self.reusable: list[Page] | None = None  # locked pages of blocks that become stale, if they have no other user
+        self.reused: list[Page] | None = None  # pages of `reusable` that are in `pages` now
         self.sources: list[Page] | None = None  # pages that the stream copies from
         self.copying = False  # whether a copy into `pages` may be queued
         self._installed = 0
@@ -52,7 +52,7 @@ class Reservation:
         return self.shared.hierarchy.acquire(need, load)
 
     def reserve(self, life_cycle: int, pool_group: int, priority: int) -> Page:
-        """Take a page to be used again, or a free GPU slot; there is one, since the caller has made them free."""
+        """Reserve a reusable page or a free GPU slot. The caller has made sure that there is one."""
         page = self._reuse(pool_group) if self.reusable is not None else None
         if page is None:
             page = self.shared.hierarchy.new_page(life_cycle, priority)
@@ -60,7 +60,7 @@ class Reservation:
         return page
 
     def _reuse(self, pool_group: int) -> Page | None:
-        """A page to be used again, if there is one of the pool group."""
+        """Take a reusable page of the pool group; None if there is none."""
         reusable = self.reusable
         assert reusable is not None
         for index, page in enumerate(reusable):
@@ -75,7 +75,7 @@ class Reservation:
     # --- device
 
     def wait(self) -> None:
-        """The stream waits until the last users of all slots are done."""
+        """Make the stream wait until the last users of all slots are done."""
         waited = NULL_POINT
         for page in self.pages:
             if page.ready != waited:
@@ -83,7 +83,7 @@ class Reservation:
                 self.shared.timeline.wait(self.stream, waited)
 
     def copy(self, source: Page, destination: Page) -> None:
-        """Queue a copy from a page on the GPU, whose bytes the stream has been made to wait for, into a reserved one."""
+        """Queue a copy from a page on the GPU into a reserved page. The stream already waits for the source's bytes."""
         self.copying = True
         if self.sources is None:
             self.sources = []
@@ -93,7 +93,7 @@ class Reservation:
     # --- install, or release
 
     def next(self, life_cycle: int, priority: int) -> Page:
-        """The next page in the order of `reserve`, for good."""
+        """Hand over the next page, in the order of `reserve`."""
         page = self.pages[self._installed]
         self._installed += 1
         page.life_cycle = life_cycle
@@ -101,8 +101,10 @@ class Reservation:
         return page
 
     def release(self) -> None:
-        """Free the slots once the stream is past what was queued. If the device refuses to say when that is, they stay taken, and
-        the next call tries again."""
+        """Free the slots once the stream has passed the queued work.
+
+        If the device refuses to record that point, the slots stay unusable, and the next call tries again.
+        """
         hierarchy = self.shared.hierarchy
         point = NULL_POINT
         if self.copying:
@@ -128,7 +130,7 @@ class Reservation:
 
 
 def release_again(shared: ManagerState) -> None:
-    """Ask the device again about reservations whose release it refused."""
+    """Release reservations again whose release the device has refused."""
     unreleased = shared.unreleased
     shared.unreleased = []
     for reservation in unreleased:

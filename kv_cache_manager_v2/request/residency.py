@@ -1,7 +1,7 @@
-"""Where a request's pages are: resumed to the GPU, suspended, prefetched, closed.
+"""Resume, suspend, prefetch and close: which levels a request's pages are on, and whether they are locked or held.
 
-Rule: an ACTIVE request locks its live pages, a SUSPENDED one holds them. Whatever ends a request's use of pages does so from the
-last block to the first, so that the tail of a path is evicted before its head.
+Rule: an ACTIVE request locks its live pages, a SUSPENDED one holds them. Pages are unlocked and released from the last block to the
+first, so that the tail of a path is evicted before its head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kv_cache_manager_v2.storage.planner import Shortage
 
 
 def pages_by_level(request: Request) -> list[list[int]]:
-    """The live pages counted by life cycle, then by the level that they are on now. O(live blocks)."""
+    """The number of live pages by life cycle, then by their present level. O(live blocks)."""
     counts = [[0] * request.shared.hierarchy.num_levels for _life_cycle in request.shared.life_cycles]
     for page in request.live_pages():
         counts[page.life_cycle][page.level] += 1
@@ -26,10 +26,10 @@ def pages_by_level(request: Request) -> list[list[int]]:
 
 
 def resume(request: Request, stream: Stream) -> bool:
-    """Bring every live page to the GPU and lock it; False, with nothing changed but `last_shortage`, if that cannot be done now.
+    """Onload and lock every live page. Returns False, with nothing changed but `last_shortage`, on a shortage.
 
-    The first resume copies a partly matched last block and a matched snapshot into slots of the request, so that the tree never
-    sees what the request writes.
+    The first resume copies a partly matched last block and a matched snapshot into the request's own slots, since the request
+    writes to them.
     """
     shared = request.shared
     pages = request.live_pages()
@@ -57,19 +57,19 @@ def resume(request: Request, stream: Stream) -> bool:
 
 
 class _Start:
-    """One resume: what it reserves, copies and installs."""
+    """One resume: the pages that it reserves, copies and installs."""
 
     def __init__(self, request: Request, stream: Stream) -> None:
         self.request = request
         self.stream = stream
         self.reservation = Reservation(request.shared, stream)
         self.spans = scratch.spans(request, request.history, request.capacity)
-        self.taken: list[Page] = []  # pages that leave the tree instead of being copied
-        self.sources: list[Page] = []  # pages that are copied, as the copies are reserved
-        self.point = NULL_POINT  # the end of the copies
+        self.taken: list[Page] = []  # pages that leave the tree and become the request's own, instead of being copied
+        self.sources: list[Page] = []  # pages to copy, in the order of the reserved copies
+        self.point = NULL_POINT  # end of the copies
 
     def make_room(self, pages: list[Page]) -> Shortage | None:
-        """Bring the pages to the GPU and make the slots free that the request takes, or change nothing."""
+        """Onload the pages and free the slots that the request needs. On a shortage nothing changes."""
         request = self.request
         need = scratch.missing(request, self.spans)
         for page in self._borrowed():
@@ -87,7 +87,7 @@ class _Start:
         return shortage
 
     def _borrowed(self) -> list[Page]:
-        """The tree's pages that the request would write into: of the partly matched last block, and the snapshot."""
+        """Pages of the tree to which the request would write: those of the partly matched last block, and the snapshot."""
         request = self.request
         borrowed: list[Page] = []
         if request.borrowed_tail:
@@ -101,7 +101,10 @@ class _Start:
         return borrowed
 
     def _choose_taken(self) -> None:
-        """There will never be slots for both source and copy: pages that no other request needs leave the tree instead."""
+        """Choose the pages that leave the tree, since the GPU can never hold both source and copy.
+
+        Only pages without another user are chosen.
+        """
         request = self.request
         tail = [page for page in self._borrowed() if request.shared.life_cycles[page.life_cycle].is_attention]
         if all(_only_user(page) for page in tail):
@@ -111,7 +114,7 @@ class _Start:
             self.taken.append(recurrent.page)
 
     def queue(self, pages: list[Page]) -> None:
-        """Reserve the slots; the stream waits for the bytes of all pages and for the slots, and copies."""
+        """Reserve the slots, make the stream wait for the bytes of all pages and for the slots, and queue the copies."""
         request = self.request
         timeline = request.shared.timeline
         reservation = self.reservation
@@ -135,7 +138,7 @@ class _Start:
             self.point = timeline.record(self.stream)
 
     def install(self, pages: list[Page]) -> None:
-        """The request is ACTIVE."""
+        """Make the request ACTIVE."""
         request = self.request
         shared = request.shared
         for page in self.taken:
@@ -175,14 +178,15 @@ class _Start:
 
 
 def _only_user(page: Page) -> bool:
-    """Whether a page that the request holds is needed by no other request."""
+    """Whether no other request uses a page that this request holds."""
     return page.holds == 1 and page.locks == 0
 
 
 def _utilization_limit(request: Request, pages: list[Page]) -> Shortage | None:
-    """A GPU pool group that other requests use beyond `max_util_for_resume`: those that run need what is left to go on.
+    """The shortage of a GPU pool group of which other requests use more than `max_util_for_resume`; None if there is none.
 
-    It limits nothing while no request runs, and never counts pages that the request itself holds.
+    The rest is reserved for the growth of running requests. The limit does not apply while no request is ACTIVE, and does not count
+    pages that the request itself holds.
     """
     shared = request.shared
     hierarchy = shared.hierarchy
@@ -199,7 +203,7 @@ def _utilization_limit(request: Request, pages: list[Page]) -> Shortage | None:
 
 
 def _count_copy(request: Request, source: Page) -> None:
-    """A partly matched block was copied: it would have been missed if the tree has dropped it since."""
+    """Count the copy of a partly matched block. It counts as missed if the block has left the tree."""
     pending = request.pending
     if pending is None or not request.shared.life_cycles[source.life_cycle].is_attention:
         return
@@ -211,7 +215,7 @@ def _count_copy(request: Request, source: Page) -> None:
 
 
 def suspend(request: Request) -> None:
-    """Turn every lock into a hold. Needs no slot anywhere: pages stay where they are until somebody needs their slots."""
+    """Turn every lock into a hold. No page moves until its slot is needed."""
     shared = request.shared
     _suspend_at(request, shared.timeline.record(request.stream))
     if shared.ledger.enabled and not request.excluded():
@@ -231,22 +235,22 @@ def _suspend_at(request: Request, point: Point) -> None:
 
 
 def change_stream(request: Request, stream: Stream) -> None:
-    """Use another stream from now on, which waits for the one before. Raises, with nothing changed, for one that there is not."""
+    """Use another stream from now on, which waits for the previous one. Raises, with nothing changed, for an invalid stream."""
     timeline = request.shared.timeline
     timeline.record(stream)
     if request.status == ACTIVE and stream != request.stream:
         try:
             timeline.wait(stream, timeline.record(request.stream))
-        except KVCacheError:  # the stream before is gone
+        except KVCacheError:  # the previous stream no longer exists
             request.shared.driver.synchronize()
     request.stream = stream
     request.stream_set = True
 
 
 def is_loaded(request: Request) -> bool:
-    """Whether every live page is on the GPU with its bytes in place: a stream that resumes now waits for nothing. Never blocks.
+    """Whether the bytes of every live page are on the GPU, so that a resume waits for no load. Never blocks.
 
-    False for good if a load has failed.
+    Always False after a load has failed.
     """
     timeline = request.shared.timeline
     pages = request.live_pages()
@@ -256,7 +260,7 @@ def is_loaded(request: Request) -> bool:
     if request.loads is not None:
         request.check_transfers()
     if request.lost:
-        request.loss_told = True
+        request.loss_reported = True
         return False
     loaded = True
     for page in pages:
@@ -265,10 +269,10 @@ def is_loaded(request: Request) -> bool:
 
 
 def prefetch(request: Request, level: int) -> bool:
-    """Move the live pages that are colder than `level` up to it; False, with nothing changed, if it has too few slots."""
+    """Onload the live pages that are colder than `level` to that level. False, with nothing changed, if it has too few slots."""
     hierarchy = request.shared.hierarchy
     if not 0 <= level < hierarchy.num_levels:
-        raise ConfigError(f"prefetch level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")
+        raise ConfigError(f"prefetch(): level {level} is out of range; this manager has levels 0..{hierarchy.num_levels - 1}")
     pages = request.live_pages()
     from_disk = 0
     if hierarchy.sizings[level].tier == CacheTier.HOST_MEM:
@@ -283,7 +287,7 @@ def prefetch(request: Request, level: int) -> bool:
 
 
 def close(request: Request) -> None:
-    """Publish what may be published and end the use of every page, the last block's first. Idempotent."""
+    """Add the committed pages to the tree and end the use of every page, from the last block to the first. Idempotent."""
     if request.status == CLOSED:
         return
     shared = request.shared
@@ -317,13 +321,15 @@ def close(request: Request) -> None:
 
 
 def _leave_stream(request: Request) -> None:
-    """The stream of a running request is gone, or the device fails: do without the stream. What is under way on it is waited for
-    now, or when the pages are used next."""
+    """Close without the request's stream, which no longer exists or which the device refuses.
+
+    Work that is queued on it is waited for now, or when the pages are used next.
+    """
     _suspend_at(request, request.shared.timeline.record_or_wait(request.stream))
 
 
 def _end_pages(request: Request, point: Point) -> None:
-    """Unlock or release all pages, the last block's first; `point` is the end of the request's work on them."""
+    """Unlock or release all pages, from the last block to the first. `point` is the end of the request's work on them."""
     hierarchy = request.shared.hierarchy
     active = request.status == ACTIVE
     for table in request.tables:

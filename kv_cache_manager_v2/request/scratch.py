@@ -1,8 +1,8 @@
-"""Scratch slots: what a long prefill step lends to blocks that no later step reads.
+"""Scratch slots: shared by the blocks of a long prefill step that no later step reads.
 
-Rule: a block that will be out of its window when the step ends needs its keys and values only while one layer executes, so the
-blocks of the scratch range share a few slots, layer after layer. A scratch block has no page and reads BAD. Its page indices come
-from the converter, which is told the range and the slots (`ScratchDesc`). What lies in scratch is never offered for reuse.
+A block that leaves its window within the step needs its keys and values only while one layer executes. So all blocks of the scratch
+range share a few slots, layer after layer. A scratch block has no page, and its index is BAD_PAGE_INDEX. Its page indices come from
+the converter, which gets the range and the slots (`ScratchDesc`). Scratch blocks are never cached.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 def spans(request: Request, history: int, capacity: int) -> list[tuple[int, int]]:
-    """The scratch range of each table at these lengths; an empty list while scratch is off."""
+    """The scratch range of each table at these lengths; an empty list if scratch reuse is off."""
     if not request.scratch:
         return []
     return [table.life_cycle.scratch(history, capacity, request.shared.max_rewind) for table in request.tables]
 
 
 def slots(request: Request, table: BlockTable, span: tuple[int, int]) -> int:
-    """Slots that the blocks of a scratch range share."""
+    """How many slots the blocks of a scratch range share."""
     start, end = span
     return request.shared.layout.scratch_slots(table.index, end - start) if end > start else 0
 
 
 def missing(request: Request, of_tables: list[tuple[int, int]]) -> list[int]:
-    """Slots, by pool group, that the tables' scratch ranges need beyond those that they have."""
+    """How many more slots, by pool group, the scratch ranges need than the tables have."""
     need = [0] * request.shared.layout.num_pool_groups
     for number, span in enumerate(of_tables):
         table = request.tables[number]
@@ -42,7 +42,7 @@ def missing(request: Request, of_tables: list[tuple[int, int]]) -> list[int]:
 
 
 def reserve(request: Request, of_tables: list[tuple[int, int]], reservation: Reservation) -> None:
-    """Reserve the slots that are missing."""
+    """Reserve the missing slots."""
     for number, span in enumerate(of_tables):
         table = request.tables[number]
         for _slot in range(slots(request, table, span) - len(table.scratch)):
@@ -50,7 +50,7 @@ def reserve(request: Request, of_tables: list[tuple[int, int]], reservation: Res
 
 
 def install(request: Request, of_tables: list[tuple[int, int]], reservation: Reservation) -> None:
-    """Give each table the reserved slots, and its range."""
+    """Set the scratch range and the reserved slots of each table."""
     for number, span in enumerate(of_tables):
         table = request.tables[number]
         while len(table.scratch) < slots(request, table, span):
@@ -59,8 +59,10 @@ def install(request: Request, of_tables: list[tuple[int, int]], reservation: Res
 
 
 def trim(request: Request, of_tables: list[tuple[int, int]], point: Point, reused: Sequence[Page] = ()) -> None:
-    """Unlock the slots that the ranges no longer need, but those that are used again; `point` is the end of the request's work on
-    them."""
+    """Unlock the slots that the ranges no longer need, except those in `reused`.
+
+    `point` is the end of the request's work on them.
+    """
     for number, span in enumerate(of_tables):
         table = request.tables[number]
         if reused:
@@ -70,17 +72,17 @@ def trim(request: Request, of_tables: list[tuple[int, int]], point: Point, reuse
 
 
 def check_capacity_change(request: Request, history: int) -> None:
-    """Raise LogicError if blocks that lie in scratch now would have to become pages: their bytes are gone."""
+    """Raise LogicError if present scratch blocks would need pages: their bytes do not exist any more."""
     least = max(0, request.capacity - request.shared.max_rewind)
     if request.holds_scratch() and not least <= history:
         raise LogicError(
             f"with scratch reuse the capacity can change only once the history has reached {least} (capacity {request.capacity} "
-            f"less max_rewind_len {request.shared.max_rewind}); it is {history}: advance it first, or in the same step"
+            f"less max_rewind_len {request.shared.max_rewind}); it is {history}; advance it first, or in the same call"
         )
 
 
 def describe(table: BlockTable) -> ScratchDesc | None:
-    """What the page-index converter needs, until the lengths change; None if no block lies in scratch."""
+    """The input of the page-index converter, valid until the lengths change; None if there are no scratch blocks."""
     start, end = table.scratch_span
     if start >= end:
         return None
@@ -88,12 +90,12 @@ def describe(table: BlockTable) -> ScratchDesc | None:
 
 
 def switch(request: Request, on: bool) -> None:
-    """Turn scratch reuse on or off for one request; only at lengths that need none. Raises ConfigError, nothing changed."""
+    """Turn scratch reuse on or off for one request. Raises ConfigError, with nothing changed, while scratch blocks are needed."""
     shared = request.shared
     if on == request.scratch:
         return
     if on and not shared.scratch:
-        raise ConfigError("enable_swa_scratch_reuse: the manager was configured without swa_scratch_reuse")
+        raise ConfigError("enable_swa_scratch_reuse: the manager was configured without it; set swa_scratch_reuse in its config")
     for table in request.tables:
         start, end = table.life_cycle.scratch(request.history, request.capacity, shared.max_rewind)
         if end > start:

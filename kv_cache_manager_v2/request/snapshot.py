@@ -1,7 +1,7 @@
-"""Snapshots: copies for the tree of what a later request needs to start at exactly the committed length.
+"""Snapshots: copies of the pages that a later request needs to start at exactly the committed length.
 
-Rule: with recurrent layers the live state and the partial last block go on changing, so the tree gets copies. They are queued
-before the commit changes anything, and installed after it. A snapshot that finds no slot is skipped and counted.
+With recurrent layers, the live state and the partial last block keep changing, so the tree gets copies. They are queued before the
+commit changes anything, and installed after it. A snapshot for which there is no slot is skipped and counted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kv_cache_manager_v2.storage.page import Page
 
 
 class Snapshot:
-    """The copies of one commit. As a context it spans the device phase: they are dropped if an exception leaves it."""
+    """The copies of one commit. As a context manager it spans the device phase: an exception drops them."""
 
     def __init__(self, request: Request, full: int, committed: int, beam: int, priority: int) -> None:
         self.request = request
-        self.full = full  # ordinal of the block in which the committed tokens end, or which they would enter next
-        self.covered = committed - full * request.tokens_per_block  # tokens of that block
-        self.beam = beam  # that goes on
-        self.priority = priority  # of the snapshot of the recurrent state
+        self.full = full  # ordinal of the first block that the committed tokens do not fill
+        self.covered = committed - full * request.tokens_per_block  # committed tokens in that block
+        self.beam = beam  # beam of the last committed token
+        self.priority = priority  # priority of the snapshot of the recurrent state
         self.pages: list[Page] = []
         self.coverages: list[int] = []
         self.void: list[Page] = []  # cached snapshots whose bytes have been overwritten by a state of another length
@@ -35,8 +35,10 @@ class Snapshot:
             self._drop()
 
     def copy(self, end: Block | None, tail: bytes) -> None:
-        """Queue the copies. `end`: the block of the last full block's tokens, None if it is not cached yet; `tail`: the packed
-        tokens after it."""
+        """Queue the copies.
+
+        `end` is the cached block of the last full block's tokens; None if it is not cached. `tail` are the packed tokens after it.
+        """
         request = self.request
         tip = request.tip
         if tip is not None and not tip.attached:
@@ -65,7 +67,7 @@ class Snapshot:
                 self._copy_page(target, page, self.covered, page.priority, False)
 
     def _copy_page(self, target: Block | None, source: Page, coverage: int, priority: int, is_state: bool) -> bool:
-        """Copy a page over the narrower one that the block has, or into a slot of its own. False if there is no slot."""
+        """Copy a page over the block's present page with less coverage, or into a new slot. False if there is no slot."""
         request = self.request
         hierarchy = request.shared.hierarchy
         old = target.page(source.life_cycle) if target is not None else None
@@ -75,7 +77,7 @@ class Snapshot:
             self.void.append(old)
             if hierarchy.overwrite(old, source, request.stream):
                 if not is_state:
-                    self.void.pop()  # the bytes that it had are the same
+                    self.void.pop()  # the cached snapshot keeps valid bytes
                 self._add(old, coverage)
                 return True
             self.void.pop()
@@ -90,7 +92,7 @@ class Snapshot:
         self.coverages.append(coverage)
 
     def install(self) -> None:
-        """Give the copies to the block in which the committed tokens end. The beam that goes on becomes beam 0."""
+        """Add the copies to the block in which the committed tokens end. The beam of the last token becomes beam 0."""
         request = self.request
         if request.tail_beam > 0 and parent_of(request).attached:
             request.exchange_beams(request.tail_beam)
@@ -98,7 +100,7 @@ class Snapshot:
             return
         tree = request.shared.tree
         block = insert_tail(request) if self.covered > 0 else request.tip
-        assert block is not None, "something has been committed"
+        assert block is not None, "a snapshot without committed tokens"
         for number, page in enumerate(self.pages):
             if not page.alive():
                 continue  # evicted again, or lost
@@ -120,25 +122,27 @@ class Snapshot:
 
 
 def may_publish(request: Request, block: Block) -> bool:
-    """Whether a block may get pages of the request: while file transfers carry bytes that these build on, only one that is hidden
-    until they have settled, never a block that another request has published."""
+    """Whether pages of the request may be added to a block.
+
+    While the request depends on file transfers in flight, only a block that is hidden until then may get them.
+    """
     return request.loads is None or block.num_pending_loads > 0
 
 
 def parent_of(request: Request) -> Block:
-    """The tree block under which the request's next block goes."""
+    """The tree block that is the parent of the request's next block."""
     tip = request.tip
     return tip if tip is not None else request.shared.tree.root(request.scope)
 
 
 def existing_parent(request: Request) -> Block | None:
-    """As `parent_of`, but makes no root."""
+    """As `parent_of`, but None instead of making a root."""
     tip = request.tip
     return tip if tip is not None else request.shared.tree.find_root(request.scope)
 
 
 def insert_tail(request: Request) -> Block:
-    """The tree block of the committed part of the last block, or the longer one that covers it; pinned."""
+    """Add the committed part of the last block to the tree. Returns its block, or the longer one that covers it, pinned."""
     shared = request.shared
     block, outcome = shared.tree.insert(parent_of(request), request.tail.getvalue(), request.tail_length())
     shared.tree.pin(block)

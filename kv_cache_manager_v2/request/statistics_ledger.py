@@ -1,14 +1,14 @@
-"""Statistics: what requests took and found, and what moved.
+"""Statistics: blocks that requests allocated and reused, and pages that moved.
 
-Rule: a request's own counts are *pending* until the engine commits them, so that work that is undone in the same step was never
-counted; movement belongs to the manager and is read as the difference of monotone tables. What is off costs nothing.
+The counts of a request are *pending* until the engine commits them, so work that is undone in the same step is not counted.
+Movement is counted by the manager, in tables that never decrease. Statistics that are off cost nothing.
 
-Blocks taken by growth since the last commit form a suffix of each block table (`BlockTable.pending_from`): shrinking takes back
-exactly those that it removes from it. A block is a generation block if the history had reached the expected prompt length when it
-was taken, else it is a missed one; generation does not end, so those blocks form a suffix too (`BlockTable.generated_from`).
+Blocks allocated by growth since the last commit of counts are a suffix of each block table (`BlockTable.pending_from`), and
+shrinking undoes the counts of those that it removes. A block is a generation block if the history had reached the expected prompt
+length when it was allocated; otherwise it is a missed block. Generation blocks are a suffix too (`BlockTable.generated_from`).
 
-A block counts once for each beam that has a page of its own. What widening copies counts as taken, not as missed. Narrowing takes
-nothing back: those pages were used.
+A block counts once for each beam that has its own page. Copies made by widening count as allocated, not as missed. Narrowing undoes
+no counts, since those pages were used.
 """
 
 from __future__ import annotations
@@ -30,58 +30,61 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
 class PendingStats:
-    """One request's counts since it last committed them. Lists by life cycle; by level too, flat: life cycle * levels + level."""
+    """The counts of one request since it last committed them.
+
+    Lists are indexed by life cycle, or by life cycle * levels + level.
+    """
 
     def __init__(self, num_life_cycles: int, num_levels: int, expected_prompt_length: int | None) -> None:
         self.expected_prompt_length = expected_prompt_length  # tokens; None: the request never counts as generating
-        self.generating = False  # once reached, for good
-        self.allocated: list[int] = [0] * num_life_cycles  # by growth
-        self.generated: list[int] = [0] * num_life_cycles  # those of `allocated` taken while generating
-        self.copied: list[int] = [0] * num_life_cycles  # private copies of blocks that others have too
-        self.copies_missed: list[int] = [0] * num_life_cycles  # those of matched blocks that had left the tree by then
-        self.tail_matched = False  # whether the last block, until it is copied, is one of the tree's
+        self.generating = False  # set when the history reaches the expected prompt length
+        self.allocated: list[int] = [0] * num_life_cycles  # blocks allocated by growth
+        self.generated: list[int] = [0] * num_life_cycles  # blocks of `allocated` that are generation blocks
+        self.copied: list[int] = [0] * num_life_cycles  # copies of partly matched and shared blocks
+        self.copies_missed: list[int] = [0] * num_life_cycles  # copies whose source block had left the tree
+        self.tail_matched = False  # whether the last block is a matched block of the tree that is not copied yet
         self.num_levels = num_levels
         self.full_reused: list[int] = [0] * (num_life_cycles * num_levels)
         self.partial_reused: list[int] = [0] * (num_life_cycles * num_levels)
         self.reused_tokens_by_level: list[int] = [0] * num_levels
-        self.snapshots: SsmSnapshotIterationStatsDelta | None = None  # of the look-up at creation, with recurrent layers
+        self.snapshots: SsmSnapshotIterationStatsDelta | None = None  # the look-up at creation, with recurrent layers
         self.dirty = False  # whether anything was counted
 
     def before_growth(self, history: int) -> None:
-        """Blocks are about to be taken, at this history."""
+        """Called before blocks are allocated, with the present history."""
         expected = self.expected_prompt_length
         if not self.generating and expected is not None and history >= expected:
             self.generating = True
 
     def found(self, life_cycle: int, level: int, full: int, partial: int) -> None:
-        """So many pages of full and of partly matched blocks were found on a level."""
+        """Count reused pages of full and of partly matched blocks on a level."""
         cell = life_cycle * self.num_levels + level
         self.full_reused[cell] += full
         self.partial_reused[cell] += partial
 
     def full_of(self, life_cycle: int) -> int:
-        """Pages of full blocks that were found, on all levels."""
+        """Reused pages of full blocks, on all levels."""
         return _sum_row(self.full_reused, life_cycle, self.num_levels)
 
     def partial_of(self, life_cycle: int) -> int:
         return _sum_row(self.partial_reused, life_cycle, self.num_levels)
 
     def grown(self, life_cycle: int, count: int) -> None:
-        """So many pages were taken."""
+        """Count pages allocated by growth."""
         self.allocated[life_cycle] += count
         if self.generating:
             self.generated[life_cycle] += count
         if count:
             self.dirty = True
 
-    def taken_back(self, life_cycle: int, generated: bool) -> None:
-        """A page that was pending was given up by shrinking: it was never taken."""
+    def uncount(self, life_cycle: int, generated: bool) -> None:
+        """Undo the count of a page that shrinking has removed."""
         self.allocated[life_cycle] -= 1
         if generated:
             self.generated[life_cycle] -= 1
 
     def empty(self) -> bool:
-        """Whether nothing is counted. O(life cycles)."""
+        """Whether all counts are 0. O(life cycles)."""
         return not (any(self.allocated) or any(self.copied) or any(self.reused_tokens_by_level)) and self.snapshots is None
 
     def request_delta(self, attention: Sequence[int]) -> KVCacheStatsDelta:
@@ -96,7 +99,7 @@ class PendingStats:
         return KVCacheStatsDelta(taken, taken, reused, missed)
 
     def clear(self) -> None:
-        """All counted, or thrown away."""
+        """Set all counts to 0."""
         for index in range(len(self.allocated)):
             self.allocated[index] = 0
             self.generated[index] = 0
@@ -119,7 +122,7 @@ def _sum_row(table: list[int], row: int, width: int) -> int:
 
 
 class _LifeCycleCounts:
-    """What requests committed of one life cycle since the last reading."""
+    """The counts of one life cycle that requests have committed since the last reading."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -148,20 +151,20 @@ class _LifeCycleCounts:
 
 
 class StatisticsLedger:
-    """The manager's books: totals since construction, and what happened since each was last read."""
+    """The statistics of a manager: totals since construction, and changes since the last reading."""
 
     def __init__(self, enabled: bool, commit_on_close: bool, layout: StorageLayout, hierarchy: Hierarchy) -> None:
         self.enabled = enabled
-        self.commit_on_close = commit_on_close  # a request that closes commits what it counted
+        self.commit_on_close = commit_on_close  # whether a request commits its counts when it closes
         self._layout = layout
         self._attention: list[int] = [cycle.index for cycle in layout.life_cycles if cycle.is_attention]
         self._hierarchy = hierarchy
         self._movement: MovementCounters = hierarchy.counters
         self._num_levels = hierarchy.num_levels
-        self._taken = 0  # blocks that requests committed since construction, all attention life cycles together ...
+        self._taken = 0  # allocated blocks since construction, summed over attention life cycles
         self._reused = 0
         self._missed = 0
-        self._iteration = self._fresh_iteration()  # ... and by life cycle since the last reading
+        self._iteration = self._fresh_iteration()  # by life cycle, since the last reading
         self._snapshots: dict[int, SsmSnapshotIterationStatsDelta] = {}
         self._by_level: dict[int, ReusedBlocksByLevel] = {}
         self._tokens_by_level = [0] * self._num_levels
@@ -170,19 +173,19 @@ class StatisticsLedger:
         self.suspended = 0
         self.resumed = 0
         self.disk_prefetched = 0  # blocks that prefetch moved from disk to host memory
-        self._dirty: dict[int, object] = {}  # ids with counts to commit, and the request that had them last; None: by hand
+        self._dirty: dict[int, object] = {}  # ids with uncommitted counts, and their latest request; None if set by the engine
         self.shared_ids: set[int] = set()  # dirty ids that several open requests have
-        self.excluded: set[int] = set()  # ids of dummies, which count nowhere
-        self.told_of_lost_counts = False  # a request that closed with counts to commit was logged
+        self.excluded: set[int] = set()  # ids of dummy requests, which are not counted
+        self.lost_counts_logged = False  # whether the loss of a request's counts has been logged
 
-    # --- what happens
+    # --- counting
 
-    def note_peaks(self) -> None:
-        """Before every public call that may change what is free: O(levels x pool groups)."""
+    def update_peaks(self) -> None:
+        """Update the peaks, before every public call that may change slot counts. O(levels x pool groups)."""
         self._peaks.note()
 
     def commit(self, pending: PendingStats, total: KVCacheStatsDelta, ssm: int | None) -> None:
-        """Add a request's pending counts to the books; `total` is its `request_delta`."""
+        """Add a request's pending counts to the totals. `total` is its `request_delta`."""
         self._taken += total.alloc_total_blocks
         self._reused += total.reused_blocks
         self._missed += total.missed_blocks
@@ -210,7 +213,7 @@ class StatisticsLedger:
     # --- which requests have counts to commit, by id
 
     def mark_dirty(self, request_id: int, request: object) -> None:
-        """A request (None: the engine by hand) says that its id has counts to commit."""
+        """Record that an id has uncommitted counts. `request` is None if the engine says so."""
         if request_id in self.excluded:
             return
         marked_by = self._dirty.get(request_id)
@@ -223,13 +226,13 @@ class StatisticsLedger:
         self._dirty.pop(request_id, None)
 
     def dirty_ids(self) -> set[int]:
-        """A copy."""
+        """Ids with uncommitted counts, as a copy."""
         return set(self._dirty)
 
-    # --- what is read
+    # --- reading
 
     def committed(self) -> KVCacheStatsDelta:
-        """Totals since construction: attention only, never falling."""
+        """Totals of attention life cycles since construction. They never decrease."""
         taken = self._taken
         if self.enabled:
             for index in self._attention:
@@ -237,7 +240,7 @@ class StatisticsLedger:
         return KVCacheStatsDelta(taken, taken, self._reused, self._missed)
 
     def take_iteration(self) -> dict[int, KVCacheIterationStatsDelta]:
-        """Per life cycle, what happened since the last call; only those to which something did."""
+        """Changes by life cycle since the last call, without life cycles that have none."""
         if not self.enabled:
             return {}
         taken: dict[int, KVCacheIterationStatsDelta] = {}
@@ -251,7 +254,7 @@ class StatisticsLedger:
         return taken
 
     def _add_movement(self, index: int, delta: KVCacheIterationStatsDelta) -> None:
-        """Fold what moved since the last reading into the life cycle's delta."""
+        """Add the movement since the last reading to the delta of a life cycle."""
         moved, dropped, lost = self._read.since(self._movement, index)
         onboarded = sum([moved[level][0] for level in range(1, self._num_levels)])
         offloaded = sum([moved[0][level] for level in range(1, self._num_levels)])
@@ -305,7 +308,7 @@ class StatisticsLedger:
         return taken
 
     def take_peaks(self, level: int) -> list[PoolGroupPeakBlockStats]:
-        """By pool group; the next peaks start from the values of now."""
+        """The peaks by pool group. The next peaks start from the present values."""
         return self._peaks.take(level)
 
 
@@ -314,7 +317,7 @@ def _onboarded(movement: MovementCounters, index: int) -> int:
 
 
 class _Reading:
-    """The movement tables as they were at some moment."""
+    """A copy of the movement tables at the last reading."""
 
     def __init__(self, movement: MovementCounters) -> None:
         self._moved = [[list(row) for row in table] for table in movement.moved]
@@ -322,7 +325,7 @@ class _Reading:
         self._lost = list(movement.lost)
 
     def since(self, movement: MovementCounters, index: int) -> tuple[list[list[int]], list[int], int]:
-        """What one life cycle moved, dropped and lost since."""
+        """Pages of one life cycle that were moved, dropped and lost since then."""
         levels = range(len(self._dropped[index]))
         now = movement.moved[index]
         then = self._moved[index]
@@ -332,9 +335,9 @@ class _Reading:
 
 
 class _Peaks:
-    """Largest counts per level and pool group; lists are flat: level * groups + group.
+    """The largest slot counts, indexed by level * groups + group.
 
-    Slots are looked at where the levels keep them: this runs before every public call that leaves a request's own state.
+    They are updated before every public call that changes more than a request's own state, so the update reads the cells directly.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:

@@ -39,7 +39,7 @@ FRESH = {
     "last_beam": "the one beam goes on",
     "more_recurrent": "one beam",
     "lost": "a request that is lost cannot be forked",
-    "loss_told": "of its own calls",
+    "loss_reported": "of its own calls",
     "divergence": "nothing was matched",
     "before_hybrid": "nothing was matched",
     "cached_tokens_by_level": "nothing was matched",

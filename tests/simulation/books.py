@@ -143,7 +143,7 @@ class Books:
 
     # --- the manager
 
-    def note_peaks(self) -> None:
+    def update_peaks(self) -> None:
         """After a call."""
         for peak, now in zip(self.peaks, self._slots(), strict=True):
             peak[:] = [max(pair) for pair in zip(peak, now, strict=True)]

@@ -80,14 +80,14 @@ class Scene:
     def count(self, operation: str, outcome: str, *details: int) -> str:
         self.counts[operation, outcome] += 1
         if outcome != "device failure":  # a call that raises concludes nothing
-            self.books.note_peaks()
+            self.books.update_peaks()
         self.trace = zlib.crc32(f"{operation} {outcome} {details}".encode(), self.trace)
         return outcome
 
     def calm(self) -> bool:
         """Whether nothing can change behind a call's back."""
         shared = self.inside.shared
-        waiting = shared.abandoned or shared.discarded_plans or shared.closed_loads
+        waiting = shared.unclosed or shared.finalized_plans or shared.closed_loads
         return self.inside.hierarchy.transfers_in_flight == 0 and not waiting and not self.armed
 
     def fingerprint(self, live: Live | None) -> tuple[object, ...]:
@@ -186,7 +186,7 @@ class Scene:
         """Every structure, without disturbing anything."""
         self.manager.check_invariants()
         self.stream_watch.check(self.inside.tree)
-        self.books.check(not self.faulted and not self.inside.shared.abandoned)
+        self.books.check(not self.faulted and not self.inside.shared.unclosed)
         self.after()
 
     def check_bytes(self) -> None:

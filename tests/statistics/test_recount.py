@@ -64,7 +64,7 @@ class History:
             self.books.before(self.caches())
             happened = getattr(self, name)(counted, amount)
         self.books.after(name in ("resume", "grow", "widen", "prefetch", "clear"))
-        self.books.note_peaks()
+        self.books.update_peaks()
         self.books.check_movement()
         self.books.check_committed()
         dirty = {counted.cache.id for counted in self.open if not counted.pending.empty()}

@@ -228,7 +228,7 @@ class Recount:
             for counts in introspection.all_slot_counts(self.manager)
         ]
 
-    def note_peaks(self) -> None:
+    def update_peaks(self) -> None:
         self.peaks = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(self.peaks, self._slots(), strict=True)]
 
     def reset_peaks(self) -> None:
