@@ -1,7 +1,4 @@
-"""One step's work for many requests in one call each.
-
-Rule: equal to the loop over the requests' own calls; what is saved is the loop's cost in the caller's interpreter.
-"""
+"""Calls that resize or commit a batch of requests. They equal a loop over the requests, without its cost in Python."""
 
 from __future__ import annotations
 
@@ -17,20 +14,19 @@ from kv_cache_manager_v2.reuse.tokens import Tokens
 
 
 def resize_batch(caches: Sequence[KVCache], capacities: Integers, histories: Integers | None = None) -> int:
-    """`caches[i].resize(capacities[i], histories[i])` from the front until one returns False; how many were done.
+    """Call `caches[i].resize(capacities[i], histories[i])` in order until one returns False. Returns how many succeeded.
 
-    Each is atomic and the rest is untouched: equal to the loop in lengths, pages, statistics and events. Raises as `resize`
-    does, with the requests before the faulty one done; ConfigError, with nothing done, if the lists differ in length or the caches
-    in their manager.
+    Equal to the loop in lengths, pages, statistics and events. Raises the errors of `resize`, after earlier requests are resized.
+    Raises ConfigError, with nothing changed, if the lists differ in length or the caches in their manager.
     """
     settled = items_of(histories, "histories", "integers") if histories is not None else None
     return batch.resize_all(_states(caches), items_of(capacities, "capacities", "integers"), settled)
 
 
 def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
-    """`caches[i].commit(tokens[i])` for each, where an int stands for a list of that one token.
+    """Call `caches[i].commit(tokens[i])` in order. An int in `tokens` is a list of that one token.
 
-    Raises as `commit` does, with the requests before the faulty one done; the text names it.
+    Raises the errors of `commit`, after earlier requests are committed. The text names the request that failed.
     """
     batch.commit_all(_states(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
 
@@ -40,11 +36,11 @@ def _states(caches: object) -> list[Request]:
     states = [_state(cache) for cache in items_of(caches, "caches", "KVCache objects")]
     for position in range(1, len(states)):
         if states[position].shared is not states[0].shared:
-            raise ConfigError(f"caches[{position}] belongs to another manager than caches[0]: make one call for each manager")
+            raise ConfigError(f"caches[{position}] belongs to another manager than caches[0]; make one call per manager")
     return states
 
 
 def _state(cache: object) -> Request:
     if not isinstance(cache, KVCache):
-        raise ConfigError(f"caches hold {shown(cache)}; they must be KVCache objects")
+        raise ConfigError(f"caches has {shown(cache)}; each item must be a KVCache")
     return cache.state

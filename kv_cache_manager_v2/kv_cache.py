@@ -1,8 +1,7 @@
-"""The public handle of one request's cache: a thin state machine over the rooms of `request/`.
+"""The public handle of one request's cache. Its methods validate arguments and call `request/`.
 
-Rule: a method checks, takes the manager's lock if it leaves the request's own state, and calls one room. A step that stays
-inside a block touches a few integers and takes no lock. A request is used by one thread at a time; different requests may be
-used by different threads.
+A method takes the manager's lock if it changes more than the request's own state. A step inside a block changes a few integers and
+takes no lock. A request must be used by one thread at a time; different requests may be used by different threads.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _log: Final = logging.getLogger(__name__)
 
 
 class KVCache(PageIndexViews):
-    """The keys and values of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
+    """The KV cache of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
 
-    Three lengths, in tokens: committed <= history <= capacity. Committed tokens are final and offered for reuse. History tokens
-    have no query in the next step. The capacity covers the history and all input positions of the next step.
+    It has three lengths, in tokens: committed <= history <= capacity. Committed tokens are final, and can be reused. History tokens
+    have no query in the next step. The capacity covers the history and all input of the next step.
     """
 
     Status: ClassVar[type[CacheStatus]] = CacheStatus
 
     def __init__(self, manager: KVCacheManager, state: Request) -> None:
-        """Not for users: `KVCacheManager.create_kv_cache` makes caches."""
+        """Internal. `KVCacheManager.create_kv_cache` makes caches."""
         super().__init__(state)
         self._manager = manager
 
@@ -60,7 +59,7 @@ class KVCache(PageIndexViews):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close. An error of the `with` block is the one that is seen: one of `close()` is logged then."""
+        """Close the cache. If the `with` block raised, an error of `close()` is logged, so that the first error is seen."""
         try:
             self.close()
         except KVCacheError as failed:
@@ -69,12 +68,12 @@ class KVCache(PageIndexViews):
             _log.error("a KVCache (id %s) could not be closed: %s", self._state.request_id, failed)
 
     def __del__(self) -> None:
-        state: Request | None = getattr(self, "_state", None)  # nothing is there yet where the construction failed
+        state: Request | None = getattr(self, "_state", None)  # absent if the constructor raised
         if state is not None and state.status != CLOSED:
-            state.shared.unclosed.append(state)  # the next public call closes it: no work in a finaliser
+            state.shared.unclosed.append(state)  # closed by the next public call: a finaliser must not do the work
 
     def __reduce__(self) -> str:
-        raise LogicError("a KVCache cannot be copied or pickled: whoever drops the copy would end the request; use fork()")
+        raise LogicError("a KVCache cannot be copied or pickled: it owns its request; use fork()")
 
     def __repr__(self) -> str:
         state = self._state
@@ -83,11 +82,11 @@ class KVCache(PageIndexViews):
             f"history={state.history} capacity={state.capacity}>"
         )
 
-    # --- what it is
+    # --- properties
 
     @property
     def state(self) -> Request:
-        """Internal: what the manager owns of this request, for `introspection` and tests; no part of the interface."""
+        """Internal state of the request, for `introspection` and tests. Not part of the public interface."""
         return self._state
 
     @property
@@ -102,7 +101,7 @@ class KVCache(PageIndexViews):
 
     @property
     def id(self) -> int | None:
-        """The number by which the engine knows the request; None if it gave none."""
+        """The engine's id of the request; None if it gave none."""
         return self._state.request_id
 
     @property
@@ -112,26 +111,27 @@ class KVCache(PageIndexViews):
 
     @property
     def reuse_scope(self) -> ReuseScope:
-        """The scope whose cached blocks the request shares."""
+        """The scope within which the request shares cached blocks."""
         return self._state.scope
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens in one block, as configured."""
+        """Tokens per block, as configured."""
         return self._state.tokens_per_block
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the capacity takes: ceil(capacity / tokens_per_block); 0 once closed."""
+        """Blocks of the capacity: ceil(capacity / tokens_per_block). 0 once closed."""
         return self._state.num_blocks
 
     @property
     def beam_width(self) -> int:
-        """Beams. Widening, while ACTIVE, shares the full history blocks (further beams read BAD there) and copies the partial
-        last block and the recurrent state for each further beam; narrowing loses the others' uncommitted data.
+        """Number of beams. It can be set while the cache is ACTIVE.
 
-        Setting it raises ConfigError or LogicError for a width that cannot be, OutOfPagesError if there is no room: nothing
-        changed then.
+        Widening copies the partial last block and the recurrent state for each further beam. Full history blocks stay with beam 0:
+        the index rows of other beams have BAD_PAGE_INDEX there. Narrowing loses the uncommitted tokens of the removed beams. Raises
+        ConfigError for an invalid width, LogicError in a state that does not allow a change, OutOfPagesError if there are too few
+        slots. Nothing has changed then.
         """
         return self._state.width
 
@@ -144,23 +144,23 @@ class KVCache(PageIndexViews):
 
     @property
     def text_only(self) -> bool:
-        """A promise that no digest will be committed: digests are refused then."""
+        """Whether the engine has promised to commit no digests. Digests are refused then."""
         return self._state.text_only
 
     @text_only.setter
     def text_only(self, value: bool) -> None:
-        """Raises ConfigError to relax what the manager demands, or to promise it after digests were committed."""
+        """Raises ConfigError for False if the manager has text_only=True, and for True after digests were committed."""
         wanted = flag(value, "text_only")
         self._require_open("text_only")
         if not wanted and self._manager.text_only:
-            raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
+            raise ConfigError("text_only=False: the manager was configured with text_only=True, which applies to all caches")
         if wanted and self._state.has_digests:
-            raise ConfigError("text_only=True: this cache has committed digests")
+            raise ConfigError("text_only=True: this cache has committed digests; set it before the first digest")
         self._state.text_only = wanted
 
     @property
     def num_committed_tokens(self) -> int:
-        """How many tokens are committed; right after creation, how many were reused."""
+        """Number of committed tokens; directly after creation, the number of reused tokens."""
         return self._state.committed
 
     @property
@@ -170,20 +170,20 @@ class KVCache(PageIndexViews):
 
     @property
     def cached_tokens_by_level(self) -> list[int]:
-        """How many tokens the creation reused, by the coldest cache level that held them. Sums to the reused length."""
+        """Tokens reused at creation, by the coldest cache level of each block's pages. They sum to the reused length."""
         return list(self._state.cached_tokens_by_level)
 
     def _get_num_reusable_tokens_before_pruning(self) -> int:
-        """Length of the longest cached path at creation, in tokens, whichever of its pages were there. A name of the reference."""
+        """Tokens of the longest cached path at creation, regardless of missing pages."""
         return self._state.divergence
 
     def _get_num_reusable_tokens_before_hybrid_pruning(self) -> int:
-        """Tokens that the creation would have reused without regard to recurrent layers. A name of the reference."""
+        """Tokens that would have been reused at creation if recurrent layers needed no snapshot."""
         return self._state.before_hybrid
 
     @property
     def pages_by_level(self) -> list[list[int]]:
-        """Pages that the next step reads: counts by layer group and cache level. A recurrent state counts as one. O(blocks)."""
+        """Number of pages that the next step reads, by layer group and cache level. A recurrent state is one page. O(blocks)."""
         with self._shared.lock:
             return residency.pages_by_level(self._state)
 
@@ -196,7 +196,7 @@ class KVCache(PageIndexViews):
 
     @property
     def capacity(self) -> int:
-        """Tokens that have pages: the history and all input positions of the next step.
+        """Tokens for which the cache has pages: the history and all input of the next step.
 
         Setting it is `resize(value)`, but raises OutOfPagesError for a shortage, and ConfigError with scratch reuse.
         """
@@ -207,11 +207,11 @@ class KVCache(PageIndexViews):
         if self._state.scratch:
             raise ConfigError("with scratch reuse the capacity depends on the history: call resize(capacity, history_length)")
         if not self.resize(at_least(value, "capacity", 0)):
-            raise OutOfPagesError(f"no pages for capacity {value}: {self._state.last_shortage}")
+            raise OutOfPagesError(f"too few pages for capacity {value}: {self._state.last_shortage}")
 
     @property
     def history_length(self) -> int:
-        """Tokens without a query in the next step. It alone decides what falls out of a window, and never goes back.
+        """Tokens without a query in the next step. It alone decides which blocks leave a window. It cannot decrease.
 
         Setting it is `resize(None, value)`, but raises OutOfPagesError for a shortage.
         """
@@ -220,14 +220,14 @@ class KVCache(PageIndexViews):
     @history_length.setter
     def history_length(self, value: SupportsIndex) -> None:
         if not self.resize(None, at_least(value, "history_length", 0)):
-            raise OutOfPagesError(f"no pages for history_length {value}: {self._state.last_shortage}")
+            raise OutOfPagesError(f"too few pages for history_length {value}: {self._state.last_shortage}")
 
     def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
-        False: too few pages. Nothing changed and `last_shortage` says what is missing; suspend another request and try again.
-        O(1) inside a block, else O(blocks that come, go or leave a window).
-        Raises LogicError unless ACTIVE, ConfigError for a history that goes back or a capacity below the history.
+        Returns False if there are too few pages. Nothing has changed then, and `last_shortage` says what is missing: suspend
+        another request and try again. O(1) inside a block, else O(blocks added, removed or leaving a window). Raises LogicError
+        unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
         """
         state = self._state
         if type(capacity) is int and history_length is None and state.stay_inside_block(capacity):
@@ -243,12 +243,13 @@ class KVCache(PageIndexViews):
         is_end: bool = False,
         tokens: Tokens | None = None,
     ) -> None:
-        """Append final tokens; the history rises to the committed count. Blocks that become full are offered for reuse at once.
+        """Append final tokens. Blocks that become full can be reused at once. The history becomes at least the committed length.
 
         Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
-        `beam_search_indices` names the beam of each token (default 0); a block takes all its tokens from one beam. `is_end=True`
-        ends the request: the partial last block is offered too. O(tokens). `tokens` is the old name of the first parameter.
-        Raises LogicError unless ACTIVE and committing is allowed, ConfigError for bad tokens or tokens past the capacity.
+        `beam_search_indices` names the beam of each token (default 0); all tokens of a block must come from one beam. With
+        `is_end=True` no more tokens follow: the partial last block can be reused too. `tokens` is the old name of the first
+        parameter. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, ConfigError for invalid tokens or tokens
+        beyond the capacity.
         """
         state = self._state
         given = accepted_input_tokens
@@ -262,7 +263,7 @@ class KVCache(PageIndexViews):
         batch.commit(state, pack(given, state.text_only), beam_search_indices, flag(is_end, "is_end"))
 
     def stop_committing(self) -> None:
-        """Offer the committed part of the last block for reuse; no token can be committed afterwards. Idempotent.
+        """Make the committed part of the last block reusable. No token can be committed afterwards. Idempotent.
 
         Raises LogicError once closed.
         """
@@ -271,10 +272,10 @@ class KVCache(PageIndexViews):
             committing.stop_committing(self._state, False, NULL_POINT)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:
-        """A handle on pages that only a request of exactly the committed length needs; None if there are none.
+        """Plan to drop the pages that only a match of exactly the committed length needs; None if there are none.
 
-        For chats of several turns: `drop()` frees these window pages and the snapshot once the next turn has started.
-        Raises LogicError before `stop_committing()`.
+        For conversations of several turns: `drop()` of the handle drops these window pages and the snapshot, once the next turn has
+        started. Raises LogicError before `stop_committing()`.
         """
         with self._shared.lock, Call(self._shared, "plan_committed_block_drop()"):
             self._require_open("plan_committed_block_drop()")
@@ -284,9 +285,9 @@ class KVCache(PageIndexViews):
 
     @property
     def cuda_stream(self) -> Stream:
-        """The stream on which the engine uses this cache. Set while ACTIVE, the new stream waits for the old one.
+        """The stream on which the engine uses this cache. If it is set while ACTIVE, the new stream waits for the old one.
 
-        Raises ConfigError (a ValueError) if read before it was set.
+        Raises ConfigError (a ValueError) if it is read before it was set.
         """
         if not self._state.stream_set:
             raise ConfigError("cuda_stream has not been set: pass a stream to resume()")
@@ -302,15 +303,14 @@ class KVCache(PageIndexViews):
 
     @property
     def finish_event(self) -> object:
-        """Of the reference, which has one only inside its own transitions; to order other work behind this cache's, record an
-        event on its stream. Raises ConfigError, which is a ValueError, always."""
+        """Always raises ConfigError (a ValueError). To order other work after this cache's, record an event on `cuda_stream`."""
         raise ConfigError("finish_event exists only inside a transition; record an event of your own on cuda_stream")
 
     def resume(self, cuda_stream: SupportsIndex | None = None) -> bool:
-        """Bring the cache to the GPU, ready for work on the stream. False: it stays SUSPENDED, nothing changed but `last_shortage`.
+        """Onload and lock the pages, ready for work on the stream. False, with nothing changed but `last_shortage`, on a shortage.
 
-        Refused (False) while any GPU pool group is used beyond `max_util_for_resume`, or if its pages cannot all be had.
-        Raises LogicError unless SUSPENDED, or if no stream was ever given.
+        A shortage is too few slots, or a GPU pool group of which other requests use more than `max_util_for_resume`. The stream
+        waits for the loads. Raises LogicError unless SUSPENDED, or if no stream was ever given.
         """
         state = self._state
         stream = unsigned_or_none(cuda_stream, "cuda_stream")
@@ -319,22 +319,24 @@ class KVCache(PageIndexViews):
             if stream is None and not state.stream_set:
                 raise LogicError("resume() needs a stream: none was ever given to this cache")
             if stream is not None:
-                self._shared.timeline.record(stream)  # raises, before anything changes, for a stream that there is not
+                self._shared.timeline.record(stream)  # raises for an invalid stream, before anything changes
             done = residency.resume(state, state.stream if stream is None else stream)
         return done
 
     def suspend(self) -> None:
-        """Let others have the GPU: pages may move to colder tiers, none is dropped. Detaches page-index buffers. Raises unless
-        ACTIVE."""
+        """Hold the pages instead of locking them: they may move to colder tiers, and none is dropped.
+
+        Detaches page-index buffers. Raises LogicError unless ACTIVE.
+        """
         state = self._state
         with self._shared.lock, Call(self._shared, "suspend()"):
             state.require(ACTIVE, "suspend()")
             residency.suspend(state)
 
     def prefetch(self, target: SupportsIndex | None = None, level: SupportsIndex | None = None) -> bool:
-        """Start to move the pages of this cache from colder levels to level `target`. `level` is the old parameter name.
+        """Start to move pages of this cache from colder levels to level `target`. `level` is the old name of the parameter.
 
-        False: that level has too few free pages, and nothing changed. Raises LogicError unless SUSPENDED.
+        Returns False, with nothing changed, if that level has too few slots. Raises LogicError unless SUSPENDED.
         """
         state = self._state
         number = whole(target if level is None else renamed("level", "target", level), "target")
@@ -345,19 +347,18 @@ class KVCache(PageIndexViews):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether every page that the next step reads is on the GPU with its bytes in place, so that no stream will wait for a
-        load.
+        """Whether the bytes of all pages that the next step reads are on the GPU, so that `resume` waits for no load.
 
-        After `prefetch(GPU_LEVEL)`, ask before `resume`. Never blocks. False if a load has failed: `resume` raises then.
+        For use after `prefetch(GPU_LEVEL)`. Never blocks. False if a load has failed: `resume` raises then.
         """
         with self._shared.lock, Call(self._shared, "is_loaded"):
             return residency.is_loaded(self._state)
 
     def close(self) -> None:
-        """End of the request: what was committed stays cached, all other pages are freed. Idempotent, from any state.
+        """End the request: committed blocks stay cached, all other pages are freed. Idempotent, in any state.
 
-        Raises PageDataLostError, with the cache closed, if the request computed on bytes that a failed load never brought and no
-        other call has said so.
+        Raises PageDataLostError, with the cache closed, if the request has computed with bytes lost by a failed load and no other
+        call has raised it.
         """
         if self._state.status == CLOSED:
             return
@@ -366,34 +367,34 @@ class KVCache(PageIndexViews):
         self._state.report_loss()
 
     def fork(self, id: SupportsIndex | None = None) -> KVCache:
-        """A second cache, SUSPENDED, that goes on from this one's history: full blocks shared, the last one copied on its
-        first resume.
+        """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.
 
-        For parallel sampling and tree-of-thought: closing either leaves the other whole. Its capacity is this cache's history.
-        Raises LogicError when closed, OutOfPagesError, nothing changed, if a recurrent state has to be copied and has no room.
+        Full blocks are shared; a partial last block is copied when the fork first resumes. The fork's capacity is this cache's
+        history. Both caches are closed independently. Raises LogicError if closed, OutOfPagesError, with nothing changed, if there
+        is no slot for the copy of a recurrent state.
         """
         number = request_id(id)
         with self._shared.lock, Call(self._shared, "fork()"):
             self._require_open("fork()")
             self._state.require(self._state.status, "fork()")
             twin = forking.fork(self._state, number)
-            handle = KVCache(self._manager, twin)  # before it is open: a handle that is dropped is noticed
+            handle = KVCache(self._manager, twin)  # made first, so that its finaliser closes the request if a later line raises
             self._shared.enter(twin)
         return handle
 
     # --- statistics
 
     def commit_pending_stats(self) -> KVCacheStatsDelta:
-        """Add what this request took and found since the last call to the manager's statistics, and return it; before `close()`,
-        which forgets what was not committed.
+        """Add this request's counts since the last call to the manager's statistics, and return them.
 
-        Zero for dummies, and while nobody counts: `enable_stats` of the manager and `enable_request_stats` of the cache are off.
+        Call it before `close()`, which loses uncommitted counts unless `commit_stats_on_close` is set. All counts are 0 for dummy
+        requests, and if both `enable_stats` of the manager and `enable_request_stats` of the cache are off.
         """
         with self._shared.lock, Call(self._shared, "commit_pending_stats()"):
             return counts.commit_stats(self._state)
 
     def discard_pending_stats(self) -> None:
-        """Forget what was counted since the last commit."""
+        """Set the counts since the last `commit_pending_stats()` to 0."""
         with self._shared.lock, Call(self._shared, "discard_pending_stats()"):
             counts.discard_stats(self._state)
 

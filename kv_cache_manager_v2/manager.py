@@ -1,8 +1,8 @@
-"""The manager: wires the rooms of one engine's KV cache together and owns the open requests.
+"""The manager of one engine's KV cache: it constructs the parts, and owns the open requests.
 
-Rule: it decides nothing itself. Memory is split by `layout/sizing`, moved by `storage/`, found again by `reuse/`; a request's
-life is in `request/`. Every call that leaves a request's own state first closes the caches whose handles were dropped, and
-settles file transfers that ended; one that only looks settles them alone.
+It decides nothing itself. `layout/sizing` divides memory, `storage/` moves pages, `reuse/` finds cached blocks, and `request/` has
+the state of requests. Every call that changes more than a request's own state first closes caches whose handles were dropped, and
+settles file transfers that have ended. A question only settles transfers.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 class KVCacheManager(ManagerStatistics):
-    """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
+    """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
-    `driver` is the device; by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Raises ConfigError for a
-    configuration that can never work, DeviceUnavailableError without a device, OutOfMemoryError or HostRegistrationError if a
-    tier cannot be had; nothing is left behind then. Close every cache, then `shutdown()`.
+    `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call
+    `shutdown()`. The constructor raises ConfigError for an invalid configuration, DeviceUnavailableError without a device, and
+    OutOfMemoryError or HostRegistrationError if the memory of a tier cannot be allocated. All memory is freed then.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVCacheManager(ManagerStatistics):
         clock: Callable[[], float] | None = None,
     ) -> None:
         if cold_page_codec is not None:
-            raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}: pages are stored as they are, leave it out")
+            raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}; it is not supported and must be omitted")
         listener = instance_or_none(event_manager, CacheListener, "event_manager")  # type: ignore[type-abstract]  # asked, not made
         given = instance_or_none(driver, Driver, "driver")  # type: ignore[type-abstract]
         now = time.monotonic if clock is None else cast("Callable[[], float]", function(clock, "clock"))
@@ -103,7 +103,7 @@ class KVCacheManager(ManagerStatistics):
             counters = MovementCounters(len(layout.life_cycles), len(sizings))
             hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters)
             guard: GuardedListener | None = None
-            if listener is not None and type(listener) is not KVCacheEventManager:  # a class of the engine's own may raise
+            if listener is not None and type(listener) is not KVCacheEventManager:  # an engine's class may raise
                 guard = GuardedListener(listener)
             guarded = listener if guard is None else guard
             history = MissHistory(config.miss_history, guarded) if config.miss_history > 0 else None
@@ -128,7 +128,7 @@ class KVCacheManager(ManagerStatistics):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """`shutdown()`. After an exception it ends open requests too, and logs its own errors, so that the first one is seen."""
+        """Call `shutdown()`. If the `with` block raised, close open caches too, and only log further errors."""
         if kind is None:
             self.shutdown()
             return
@@ -143,13 +143,13 @@ class KVCacheManager(ManagerStatistics):
             _log.error("a KVCacheManager could not be shut down: %s", failed)
 
     def __del__(self) -> None:
-        shared: ManagerState | None = getattr(self, "_shared", None)  # nothing is there yet where the construction failed
+        shared: ManagerState | None = getattr(self, "_shared", None)  # absent if the constructor raised
         if shared is None or shared.torn_down or shared.forked or sys.is_finalizing():
-            return  # at the interpreter's end, threads that the device needs are gone; memory goes with the process
+            return  # at interpreter exit, threads that the device needs no longer exist; the process frees the memory
         drop(shared)
 
     def __reduce__(self) -> str:
-        raise LogicError("a KVCacheManager cannot be copied or pickled: it owns its memory; make another one from `init_config`")
+        raise LogicError("a KVCacheManager cannot be copied or pickled: it owns its memory; construct another from `init_config`")
 
     # --- requests
 
@@ -163,11 +163,11 @@ class KVCacheManager(ManagerStatistics):
         text_only: bool | None = None,
         enable_request_stats: bool = False,
     ) -> KVCache:
-        """A cache for a new request, SUSPENDED, that already holds the longest reusable prefix of `input_tokens`.
+        """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
-        Takes no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Leave out the last prompt token if its
-        output has to be computed. `id` is any unsigned 64-bit number. The callback gives the priority (0..100, lower is
-        evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for bad tokens, an id or a scope out of
+        Allocates no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Omit the last prompt token if its
+        output has to be computed. `id` is any unsigned 64-bit number. The callback returns the priority (0..100, lower is evicted
+        earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, and for an id or a scope out of
         range.
         """
         number = request_id(id)
@@ -178,7 +178,7 @@ class KVCacheManager(ManagerStatistics):
         counted = flag(enable_request_stats, "enable_request_stats") or self._config.enable_stats
         plain = self._text_only(text_only)
         scope = scope_of(reuse_scope)
-        tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks the rest
+        tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks unmatched tokens
         shared = self._shared
         layout = shared.layout
         with shared.lock, Call(shared, "create_kv_cache()"):
@@ -190,15 +190,17 @@ class KVCacheManager(ManagerStatistics):
                 state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
             if tokens is not None:
                 creation.start(state, self._match(scope, tokens), tokens)
-            handle = KVCache(self, state)  # before it is open: a handle that is dropped is noticed
+            handle = KVCache(self, state)  # made first, so that its finaliser closes the request if a later line raises
             shared.enter(state)
         return handle
 
     def probe_reuse(
         self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
     ) -> int:
-        """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
-        meanwhile."""
+        """How many of the first tokens a cache created now would reuse. Changes nothing.
+
+        It is only an estimate for a cache created later, since pages may be evicted meanwhile.
+        """
         scope = scope_of(reuse_scope)
         packed = self._prompt(input_tokens, tokens)
         with self._shared.lock:
@@ -208,9 +210,9 @@ class KVCacheManager(ManagerStatistics):
     def probe_first_new_block_key(
         self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
     ) -> bytes | None:
-        """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
+        """The key of the first full block of this prompt that cannot be reused: a request created now would compute it first.
 
-        None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
+        None if the rest of the prompt fills no block. Two prompts with the same key would compute the same block.
         """
         scope = scope_of(reuse_scope)
         packed = self._prompt(input_tokens, tokens)
@@ -219,9 +221,9 @@ class KVCacheManager(ManagerStatistics):
             return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
 
     def probe_reuse_by_keys(self, reuse_scope: ScopeLike | None, block_keys: Sequence[bytes]) -> int:
-        """As `probe_reuse`, for a prompt known by the chained keys of its blocks (without the root's); matches whole blocks only.
+        """As `probe_reuse`, given the chained keys of the prompt's blocks, without the root key. Only whole blocks match.
 
-        The first call computes the keys of all cached blocks; from then on they are kept.
+        The first call computes the keys of all cached blocks, which are then kept.
         """
         scope = scope_of(reuse_scope)
         keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
@@ -230,8 +232,10 @@ class KVCacheManager(ManagerStatistics):
             return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
 
     def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
-        """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
-        `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
+        """Explain why `probe_reuse` finds no more: print the result. Changes nothing.
+
+        Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
+        """
         scope = scope_of(reuse_scope)
         packed = pack_unchecked(tokens, self._config.text_only)
         config = self._config
@@ -241,9 +245,9 @@ class KVCacheManager(ManagerStatistics):
             return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
     def clear_reusable_blocks(self) -> None:
-        """Drop every cached block. O(blocks). Raises LogicError, nothing changed, while a cache is open.
+        """Drop every cached block. O(blocks). Raises LogicError, with nothing changed, while a cache is open.
 
-        A poisoned manager is audited afterwards: CorruptedError if it is still inconsistent, else `take_poison()` ends its poison.
+        A poisoned manager is audited afterwards. If it is still inconsistent, CorruptedError is raised; else call `take_poison()`.
         """
         shared = self._shared
         with shared.lock:
@@ -257,34 +261,34 @@ class KVCacheManager(ManagerStatistics):
                 self._tree.clear()
 
     def poison_reason(self) -> str | None:
-        """Why this manager is poisoned: the first cause; None if it is not.
+        """Why this manager is poisoned; None if it is not.
 
-        An unexpected exception (an interrupt, a fault of ours) that left the structures inconsistent poisons it. Only questions,
-        `clear_reusable_blocks()` and `shutdown()` are answered then, all else raises CorruptedError.
+        A manager is poisoned if an unexpected exception (an interrupt, a bug) left its structures inconsistent. Then every call
+        raises CorruptedError, except questions, `clear_reusable_blocks()` and `shutdown()`.
         """
         return poison_of(self._shared)
 
     def take_poison(self) -> str | None:
-        """End the poison, once `clear_reusable_blocks()` has succeeded, and return its reason; None if there is none.
+        """Clear the poison and return its reason; None if the manager is not poisoned.
 
-        Raises LogicError before that.
+        Raises LogicError until `clear_reusable_blocks()` has succeeded.
         """
         return take_poison_of(self._shared)
 
     def forget_stream(self, cuda_stream: SupportsIndex) -> None:
-        """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).
+        """Free what the manager keeps for a stream that is, or will be, destroyed. Never necessary. O(1).
 
-        Suspend or close what is ACTIVE on the stream first. Work already queued on it is still waited for.
+        Suspend or close caches that are ACTIVE on the stream first. Work already queued on it is still waited for.
         """
         stream = unsigned(cuda_stream, "cuda_stream")
         with self._shared.lock, Call(self._shared, "forget_stream()"):
             self._shared.timeline.forget(stream)
 
     def shutdown(self) -> None:
-        """Free all memory. Raises LogicError, nothing changed, while a cache is open. Idempotent.
+        """Free all memory. Idempotent. Raises LogicError, with nothing changed, while a cache is open.
 
-        Waits for the device first, while other threads are served. If the device refuses a call, its error is raised; call
-        `shutdown()` again. A poisoned manager shuts down whatever is open.
+        Waits for file transfers first, without the lock, so other threads can still call the manager. If the device refuses a
+        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches.
         """
         shared = self._shared
         with shared.lock:
@@ -301,11 +305,12 @@ class KVCacheManager(ManagerStatistics):
     # --- memory
 
     def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> ResizeResult:
-        """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
+        """Change the quota of a level, in bytes. All or nothing: the result is true, or says why not.
 
-        Pages that no longer fit move down or are dropped, in eviction order; those of suspended caches survive. `best_efforts`: the
-        largest feasible quota not above the asked one instead of a refusal; of host memory, the larger of 1 GiB and 5 % of what
-        is available stays free then. Raises LogicError while a cache is ACTIVE, ConfigError for a level that there is not.
+        Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
+        suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
+        leaves the larger of 1 GiB and 5 % of the available memory free. Raises LogicError while a cache is ACTIVE, ConfigError for
+        an unknown level.
         """
         level = self._level(cache_level)
         size = at_least(quota, "quota", 1)
@@ -322,16 +327,16 @@ class KVCacheManager(ManagerStatistics):
 
     @property
     def need_adjustment(self) -> bool:
-        """Whether enough requests were sampled, the cooldown is over and the pools no longer have the shares that the lengths
-        ask for.
+        """Whether `adjust()` is due: suspend every cache and call it.
 
-        Then suspend every cache and call `adjust()`. Equal histories give equal answers, so ranks agree.
+        It is due if enough requests were sampled, the cooldown is over, and the pool ratio differs too much from the target. Ranks
+        with equal histories of requests get equal answers.
         """
         with self._shared.lock:
             return self._tuner.need_adjustment()
 
     def adjust(self) -> AdjustResult:
-        """Divide each level anew between the pool groups, by the sampled lengths; every cache must be suspended.
+        """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
         All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
         """
@@ -353,13 +358,13 @@ class KVCacheManager(ManagerStatistics):
 
     @property
     def event_manager(self) -> CacheListener | None:
-        """Who is told about every change of what is cached."""
+        """The listener that receives every change of the cached pages; None if there is none."""
         return self._event_manager
 
-    # --- inside
+    # --- internal
 
     def check_invariants(self) -> None:
-        """Assert every invariant of every structure. O(everything)."""
+        """Assert every invariant of every structure. O(pages + blocks + requests)."""
         with self._shared.lock:
             look(self._shared, "check_invariants()")
             if self._shared.poison:
@@ -370,7 +375,7 @@ class KVCacheManager(ManagerStatistics):
         return match(self._tree, scope, tokens, self._config.enable_partial_reuse, self._config.reuse_match_backoff)
 
     def _prompt(self, input_tokens: Tokens | None, tokens: Tokens | None) -> TokenSequence:
-        """The tokens to look up; None: no tokens. `tokens` is the old name."""
+        """Pack the tokens to look up. `tokens` is the old name of the argument."""
         given = input_tokens if tokens is None else renamed("tokens", "input_tokens", tokens)
         return pack_unchecked(() if given is None else given, self._config.text_only)
 
@@ -379,11 +384,11 @@ class KVCacheManager(ManagerStatistics):
             return self._config.text_only
         promised = flag(wanted, "text_only")
         if self._config.text_only and not promised:
-            raise ConfigError("text_only=False: the manager was configured text_only=True, which no cache may relax")
+            raise ConfigError("text_only=False: the manager was configured with text_only=True, which applies to all caches")
         return promised
 
     def _can_shut_down(self) -> bool:
-        """False if it is done. Raises LogicError while a cache is open. The lock is held."""
+        """Whether the manager still has to be shut down. Raises LogicError while a cache is open. The lock is held."""
         shared = self._shared
         if shared.torn_down:
             return False
@@ -403,7 +408,7 @@ class KVCacheManager(ManagerStatistics):
             raise LogicError(shared.nested_call_error(call))
 
     def _wait_for_transfers(self, call: str) -> None:
-        """Wait, without the lock, until file transfers in flight have ended, so that others are served meanwhile."""
+        """Wait until file transfers in flight have ended, without the lock, so that other threads can call the manager."""
         shared = self._shared
         with shared.lock, Call(shared, call):
             self._require_all_suspended(call)
@@ -412,7 +417,9 @@ class KVCacheManager(ManagerStatistics):
         try:
             shared.driver.synchronize()
         except KVCacheError as error:
-            _log.info("%s could not wait for all file transfers first: %s", call, error)  # it waits itself for those it needs
+            _log.info(
+                "%s could not wait for all file transfers first: %s", call, error
+            )  # the call itself waits for those that it needs
 
     def _require_all_suspended(self, call: str) -> None:
         count = 0
@@ -431,7 +438,7 @@ class KVCacheManager(ManagerStatistics):
 
 
 def _free(hierarchy: Hierarchy | None, timeline: Timeline, device: Driver | None) -> None:
-    """The construction failed: free what it took. What fails here is logged, so that the first error is seen."""
+    """Free the memory of a manager whose construction failed. Errors are logged, so that the first error is seen."""
     try:
         if hierarchy is not None:
             hierarchy.close()
@@ -439,4 +446,4 @@ def _free(hierarchy: Hierarchy | None, timeline: Timeline, device: Driver | None
         if device is not None:
             device.close()
     except Exception as error:
-        _log.error("memory of a KVCacheManager that could not be made stays taken: %s", error)
+        _log.error("the memory of a KVCacheManager that could not be constructed cannot be freed: %s", error)

@@ -1,7 +1,4 @@
-"""What can be asked of a manager: its memory, its layout, its settings.
-
-Rule: nothing here changes a cache or moves a page.
-"""
+"""Questions to a manager about its memory, layout and settings. None of them changes a cache or moves a page."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
 
 class ManagerLayout:
-    """The questions about memory and layout that `KVCacheManager` answers."""
+    """The part of `KVCacheManager` that answers questions about memory, layout and settings."""
 
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None:
         self._config = config
@@ -52,7 +49,7 @@ class ManagerLayout:
 
     @property
     def shared(self) -> ManagerState:
-        """Internal: the rooms behind this manager, for `introspection` and tests; no part of the interface."""
+        """Internal state of the manager, for `introspection` and tests. Not part of the public interface."""
         return self._shared
 
     # --- memory
@@ -64,23 +61,23 @@ class ManagerLayout:
 
     @property
     def movement(self) -> MovementCounters:
-        """Counters of pages moved and dropped since the manager was made."""
+        """Counters of pages moved, dropped and lost since construction."""
         return self._hierarchy.counters
 
     @property
     def tuner(self) -> Tuner:
-        """What was sampled, and the shares that it leads to."""
+        """The sampled lengths of requests, and the target pool ratio that follows from them."""
         return self._shared.tuner
 
     def get_quota(self, cache_level: SupportsIndex) -> int:
-        """Bytes of a level: as configured or resized, in whole grains, raised to the minimum where the quota was below it."""
+        """The quota of a level in bytes, after rounding up to the granularity and to the minimum."""
         return self._hierarchy.sizings[self._level(cache_level)].quota
 
     def clamp_max_seq_len_for_mem(self, batch_size: SupportsIndex, token_num_upper_bound: SupportsIndex) -> int:
-        """The longest sequence, in tokens up to the bound, that fits beside `batch_size - 1` sequences of one token; else 0.
+        """The longest sequence, in tokens up to the bound, that fits the GPU together with `batch_size - 1` one-token sequences.
 
-        Counts one beam each. A further beam shares the full blocks from before it was added, and needs pages for the rest: count it
-        as another sequence of that many tokens.
+        0 if there is none. Counts one beam per sequence. A further beam shares the full blocks from before it was added: count it
+        as another sequence with the rest of the tokens.
         """
         batch = at_least(batch_size, "batch_size", 1)
         upper = at_least(token_num_upper_bound, "token_num_upper_bound", 0)
@@ -109,7 +106,7 @@ class ManagerLayout:
         return [list(layers) for layers in self._layout.layers_of]
 
     def get_layer_group_id(self, layer_id: SupportsIndex) -> LayerGroupId:
-        """The group of a layer: layers of equal window and sinks share one, and with it their page indices.
+        """The layer group of a layer. Layers with equal windows and sinks form one group, and have the same page indices.
 
         Raises UnknownBufferError for an unknown layer.
         """
@@ -117,13 +114,13 @@ class ManagerLayout:
 
     @property
     def pool_group_descs(self) -> list[PoolGroupDesc]:
-        """The address of every pool and how its slots divide into buffers, for disaggregated serving. Fixed until a resize."""
+        """The address of every pool, and how its slots are divided into buffers, for disaggregated serving. A resize changes it."""
         return pool_group_descs(self._layout, self._gpu_slots(), self._gpu_addresses())
 
     def get_mem_pool_base_address(
         self, layer_id: SupportsIndex, data_role: DataRole, index_mode: PageIndexMode | SupportsIndex | None = None
     ) -> int:
-        """Address of page index 0 of a buffer; it never changes. None is SHARED, or an error with scratch reuse.
+        """Address of page index 0 of a buffer. It never changes. The default mode is SHARED; with scratch reuse, pass a mode.
 
         Raises UnknownBufferError (a KeyError) for an unknown layer or role.
         """
@@ -136,7 +133,7 @@ class ManagerLayout:
         return self._place(layer_id, data_role).stride
 
     def get_page_index_upper_bound(self, layer_id: SupportsIndex, data_role: DataRole) -> int:
-        """Length of a tensor over the pages of a buffer: one more than its largest page index (SHARED). A resize changes it."""
+        """One more than the largest page index of a buffer (SHARED): the length of a tensor over its pages. A resize changes it."""
         place = self._place(layer_id, data_role)
         return page_index_upper_bound(self._layout, place, self._hierarchy.total(GPU_LEVEL, place.pool_group))
 
@@ -145,13 +142,14 @@ class ManagerLayout:
         return self._place(layer_id, data_role).scale
 
     def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
-        """The function from base page indices to the page indices of this buffer."""
+        """The converter of base page indices to page indices of this buffer."""
         return PageIndexConverter(self._place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
 
     def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
-        """Contiguous runs of some buffers in a slot: block j has `size` bytes at `base + stride * aggregated_index[j]`.
+        """Contiguous runs of the given buffers in a slot. Block j has `size` bytes at `base + stride * aggregated_index[j]`.
 
-        Ordered by layer group, pool and offset, so that managers of equal layers pair up. Raises ConfigError for bad ids.
+        Ordered by layer group, pool and offset, which is the same in managers with equal layers. Raises ConfigError for invalid
+        ids.
         """
         wanted: list[BufferId] = []
         for item in each_of(buffer_ids, "buffer_ids", "BufferId"):
@@ -161,7 +159,7 @@ class ManagerLayout:
         return aggregate(self._layout, wanted, self._gpu_addresses())
 
     def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool | None:
-        """Whether every cache supports this mode at all times; None: it depends on the cache, ask it."""
+        """Whether every cache always supports this mode. None if it depends on the cache: use `KVCache.supports_index_mode`."""
         if page_index_mode(mode, "mode") is PageIndexMode.SHARED and self._config.enable_swa_scratch_reuse:
             return None
         return True
@@ -180,12 +178,12 @@ class ManagerLayout:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens in one block."""
+        """Tokens per block."""
         return self._shared.tokens_per_block
 
     @property
     def allow_seq_rebasing(self) -> bool:
-        """Whether a commit may adopt an identical block that another request committed first: always."""
+        """Whether a commit may adopt an identical block of another request: always True."""
         return True
 
     @property
@@ -195,12 +193,12 @@ class ManagerLayout:
 
     @property
     def commit_min_snapshot(self) -> bool:
-        """Whether commits keep only what reuse at the committed count needs, by configuration."""
+        """Whether commits keep only pages that reuse at the committed length needs, as configured."""
         return self._config.commit_min_snapshot
 
     @property
     def enable_swa_scratch_reuse(self) -> bool:
-        """Whether long prefill steps may share scratch slots, by configuration."""
+        """Whether long prefill steps may use scratch slots, as configured."""
         return self._config.enable_swa_scratch_reuse
 
     @property
@@ -210,10 +208,10 @@ class ManagerLayout:
 
     @property
     def num_open_caches(self) -> int:
-        """Caches created and not closed."""
+        """Number of caches that are not closed."""
         return len(self._shared.open)
 
-    # --- inside
+    # --- internal
 
     def _level(self, cache_level: object, level: SupportsIndex | None = None) -> int:
         number = whole(cache_level if level is None else renamed("level", "cache_level", level), "cache_level")

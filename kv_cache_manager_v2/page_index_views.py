@@ -1,4 +1,4 @@
-"""What a request's cache says about its page indices: the part of `KVCache` that an engine reads in each step."""
+"""The part of `KVCache` that an engine reads in each step: page indices, slot ids and scratch slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PageIndexViews:
-    """Page indices, slot ids and scratch slots of one request; each request has one as its `KVCache`."""
+    """The page indices, slot ids and scratch slots of one request. The base class of `KVCache`."""
 
     def __init__(self, state: Request) -> None:
         self._state = state
@@ -34,23 +34,23 @@ class PageIndexViews:
     def get_base_page_indices(
         self, layer_group_id: SupportsIndex, beam_id: SupportsIndex = DEFAULT_BEAM_INDEX, beam_idx: SupportsIndex | None = None
     ) -> Sequence[int]:
-        """The int32 array of base page indices, one a block, kept up to date: an `array`, or the buffer that was set, itself.
-        BAD_PAGE_INDEX where there is no page.
+        """The int32 array of base page indices, one per block: the buffer that was set, or an `array` of the manager.
 
-        A view of the array (numpy, memoryview, torch) shows changes of entries. It keeps its old entries once the number of blocks
-        has changed: take it again when `get_base_page_indices_version` has another answer.
+        Entries are kept up to date; a block without a page has BAD_PAGE_INDEX. A view of the array (numpy, memoryview, torch) shows
+        changes of entries, but keeps old entries once the number of blocks changes. Take a new view when
+        `get_base_page_indices_version` has changed.
         """
         return self._row(layer_group_id, beam_id if beam_idx is None else renamed("beam_idx", "beam_id", beam_idx)).live()
 
     def get_base_page_indices_version(self, layer_group_id: SupportsIndex, beam_id: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
-        """A number that changes exactly when an entry of `get_base_page_indices` or the array itself does. O(1)."""
+        """A number that changes exactly when an entry of `get_base_page_indices` or the array itself changes. O(1)."""
         return self._row(layer_group_id, beam_id).version
 
     def set_base_page_index_buf(self, beam_idx: SupportsIndex, layer_group_id: SupportsIndex, buf: IntBuffer | None) -> None:
-        """Write the base page indices into `buf` from now on; None detaches the present buffer and leaves its entries.
+        """Write the base page indices into `buf` from now on. None detaches the present buffer, which keeps its entries.
 
-        `buf` is one-dimensional, writable, int32, at least `num_blocks` long; entries past the last block become BAD_PAGE_INDEX.
-        `suspend()` detaches too: set it again after `resume()`. Raises ConfigError for any other buffer.
+        `buf` is one-dimensional, writable, int32, and has at least `num_blocks` entries; those after the last block become
+        BAD_PAGE_INDEX. `suspend()` detaches it: set it again after `resume()`. Raises ConfigError for any other buffer.
         """
         row = self._row(layer_group_id, beam_idx)
         self._require_open("set_base_page_index_buf()")
@@ -66,8 +66,9 @@ class PageIndexViews:
         valid_only: bool = False,
         beam_idx: SupportsIndex | None = None,
     ) -> Iterator[int]:
-        """Slot ids by block ordinal, for the runs of `KVCacheManager.get_aggregated_pages`. Absent pages are BAD_PAGE_INDEX, or
-        left out with `valid_only`. O(blocks). `beam_idx` is the old name of `beam_id`.
+        """Slot ids by block ordinal, for the runs of `KVCacheManager.get_aggregated_pages`. O(blocks).
+
+        Absent pages are BAD_PAGE_INDEX, or omitted with `valid_only`. `beam_idx` is the old name of `beam_id`.
         """
         only = flag(valid_only, "valid_only")
         values = self._row(layer_group_id, beam_id if beam_idx is None else renamed("beam_idx", "beam_id", beam_idx)).values()
@@ -82,26 +83,26 @@ class PageIndexViews:
         state = self._state
         recurrent_states = state.recurrent_states()
         if not recurrent_states or index != recurrent_states[0].index:
-            raise ConfigError(f"layer group {index} is not recurrent")
+            raise ConfigError(f"layer group {index} is not recurrent; use get_base_page_indices()")
         page = recurrent_states[beam].page
         return page.slot if page is not None and state.status == ACTIVE else BAD_PAGE_INDEX
 
     def get_scratch_desc(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> ScratchDesc | None:
-        """The blocks that lie in scratch slots, and these slots, for the page-index converter; None while no block does.
+        """The scratch blocks and scratch slots, for the page-index converter; None if there are no scratch blocks.
 
-        Each beam has slots of its own. Valid until a length changes.
+        Each beam has its own slots. Valid until a length changes.
         """
         table = self._table(layer_group_id, beam_idx)
         return scratch.describe(table)
 
     @property
     def has_scratch_slots(self) -> bool:
-        """Whether some blocks share scratch slots now."""
+        """Whether there are scratch blocks now."""
         return self._state.holds_scratch()
 
     @property
     def enable_swa_scratch_reuse(self) -> bool:
-        """Whether long prefill steps of this cache lend scratch slots to blocks that fall out of their windows within the step."""
+        """Whether blocks that leave their window within one long prefill step share scratch slots."""
         return self._state.scratch
 
     @enable_swa_scratch_reuse.setter
@@ -111,7 +112,7 @@ class PageIndexViews:
         scratch.switch(self._state, wanted)
 
     def supports_index_mode(self, mode: PageIndexMode | SupportsIndex) -> bool:
-        """Whether the page indices of this cache can be used in this mode now: SHARED only while it has no scratch slots."""
+        """Whether page indices can be used in this mode now. SHARED is supported while there are no scratch blocks."""
         return page_index_mode(mode, "mode") is PageIndexMode.PER_LAYER or not self.has_scratch_slots
 
     def _row(self, layer_group_id: object, beam_idx: object) -> PageIndexRow:
@@ -125,14 +126,14 @@ class PageIndexViews:
             raise ConfigError(f"layer group {index} is out of range: this manager has {count}")
         table = self._state.table(index, beam)
         if table is None:
-            raise ConfigError(f"layer group {index} is recurrent: it has no page for each block")
+            raise ConfigError(f"layer group {index} is recurrent and has no page per block; use get_ssm_block_base_index()")
         return table
 
     def _beam(self, beam_idx: object) -> int:
         beam = whole(beam_idx, "beam_idx")
         width = self._state.width
         if not 0 <= beam < width:
-            raise ConfigError(f"beam {beam} is out of range: the beam width is {width}")
+            raise ConfigError(f"beam {beam} is out of range: it must be below the beam width, {width}")
         return beam
 
     def _require_open(self, call: str) -> None:

@@ -1,8 +1,8 @@
-"""The manager: wires the rooms of one engine's KV cache together and owns the open requests.
+"""The manager of one engine's KV cache: it constructs the parts, and owns the open requests.
 
-Rule: it decides nothing itself. Memory is split by `layout/sizing`, moved by `storage/`, found again by `reuse/`; a request's
-life is in `request/`. Every call that leaves a request's own state first closes the caches whose handles were dropped, and
-settles file transfers that ended; one that only looks settles them alone.
+It decides nothing itself. `layout/sizing` divides memory, `storage/` moves pages, `reuse/` finds cached blocks, and `request/` has
+the state of requests. Every call that changes more than a request's own state first closes caches whose handles were dropped, and
+settles file transfers that have ended. A question only settles transfers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from kv_cache_manager_v2.reuse.tokens import Tokens
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
 class KVCacheManager(ManagerStatistics):
-    """The KV cache of one engine: pages of GPU memory, shared by prefix, with host memory and disk behind them.
+    """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
-    `driver` is the device; by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Raises ConfigError for a
-    configuration that can never work, DeviceUnavailableError without a device, OutOfMemoryError or HostRegistrationError if a
-    tier cannot be had; nothing is left behind then. Close every cache, then `shutdown()`.
+    `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call
+    `shutdown()`. The constructor raises ConfigError for an invalid configuration, DeviceUnavailableError without a device, and
+    OutOfMemoryError or HostRegistrationError if the memory of a tier cannot be allocated. All memory is freed then.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KVCacheManager(ManagerStatistics):
     ) -> None: ...
     def __enter__(self) -> KVCacheManager: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """`shutdown()`. After an exception it ends open requests too, and logs its own errors, so that the first one is seen."""
+        """Call `shutdown()`. If the `with` block raised, close open caches too, and only log further errors."""
 
     def __reduce__(self) -> str: ...
     def create_kv_cache(
@@ -52,95 +52,100 @@ class KVCacheManager(ManagerStatistics):
         text_only: bool | None = None,
         enable_request_stats: bool = False,
     ) -> KVCache:
-        """A cache for a new request, SUSPENDED, that already holds the longest reusable prefix of `input_tokens`.
+        """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
-        Takes no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Leave out the last prompt token if its
-        output has to be computed. `id` is any unsigned 64-bit number. The callback gives the priority (0..100, lower is
-        evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for bad tokens, an id or a scope out of
+        Allocates no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Omit the last prompt token if its
+        output has to be computed. `id` is any unsigned 64-bit number. The callback returns the priority (0..100, lower is evicted
+        earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, and for an id or a scope out of
         range.
         """
 
     def probe_reuse(
         self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
     ) -> int:
-        """How many leading tokens a cache created now would reuse. Changes nothing; advice only, since others may evict
-        meanwhile."""
+        """How many of the first tokens a cache created now would reuse. Changes nothing.
+
+        It is only an estimate for a cache created later, since pages may be evicted meanwhile.
+        """
 
     def probe_first_new_block_key(
         self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
     ) -> bytes | None:
-        """The key of the first full block of this prompt that is not reusable: what a request created now would add first.
+        """The key of the first full block of this prompt that cannot be reused: a request created now would compute it first.
 
-        None if the rest of the prompt fills no block. Two prompts with the same key are about to compute the same block.
+        None if the rest of the prompt fills no block. Two prompts with the same key would compute the same block.
         """
 
     def probe_reuse_by_keys(self, reuse_scope: ScopeLike | None, block_keys: Sequence[bytes]) -> int:
-        """As `probe_reuse`, for a prompt known by the chained keys of its blocks (without the root's); matches whole blocks only.
+        """As `probe_reuse`, given the chained keys of the prompt's blocks, without the root key. Only whole blocks match.
 
-        The first call computes the keys of all cached blocks; from then on they are kept.
+        The first call computes the keys of all cached blocks, which are then kept.
         """
 
     def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
-        """Why `probe_reuse` finds no more than it does: print it. Changes nothing. What was dropped is known only with
-        `miss_history` in the configuration. O(prompt), and a probe of each other scope."""
+        """Explain why `probe_reuse` finds no more: print the result. Changes nothing.
+
+        Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
+        """
 
     def clear_reusable_blocks(self) -> None:
-        """Drop every cached block. O(blocks). Raises LogicError, nothing changed, while a cache is open.
+        """Drop every cached block. O(blocks). Raises LogicError, with nothing changed, while a cache is open.
 
-        A poisoned manager is audited afterwards: CorruptedError if it is still inconsistent, else `take_poison()` ends its poison.
+        A poisoned manager is audited afterwards. If it is still inconsistent, CorruptedError is raised; else call `take_poison()`.
         """
 
     def poison_reason(self) -> str | None:
-        """Why this manager is poisoned: the first cause; None if it is not.
+        """Why this manager is poisoned; None if it is not.
 
-        An unexpected exception (an interrupt, a fault of ours) that left the structures inconsistent poisons it. Only questions,
-        `clear_reusable_blocks()` and `shutdown()` are answered then, all else raises CorruptedError.
+        A manager is poisoned if an unexpected exception (an interrupt, a bug) left its structures inconsistent. Then every call
+        raises CorruptedError, except questions, `clear_reusable_blocks()` and `shutdown()`.
         """
 
     def take_poison(self) -> str | None:
-        """End the poison, once `clear_reusable_blocks()` has succeeded, and return its reason; None if there is none.
+        """Clear the poison and return its reason; None if the manager is not poisoned.
 
-        Raises LogicError before that.
+        Raises LogicError until `clear_reusable_blocks()` has succeeded.
         """
 
     def forget_stream(self, cuda_stream: SupportsIndex) -> None:
-        """Tell the manager that a stream is destroyed, or about to be, so that nothing is kept of it. Never necessary. O(1).
+        """Free what the manager keeps for a stream that is, or will be, destroyed. Never necessary. O(1).
 
-        Suspend or close what is ACTIVE on the stream first. Work already queued on it is still waited for.
+        Suspend or close caches that are ACTIVE on the stream first. Work already queued on it is still waited for.
         """
 
     def shutdown(self) -> None:
-        """Free all memory. Raises LogicError, nothing changed, while a cache is open. Idempotent.
+        """Free all memory. Idempotent. Raises LogicError, with nothing changed, while a cache is open.
 
-        Waits for the device first, while other threads are served. If the device refuses a call, its error is raised; call
-        `shutdown()` again. A poisoned manager shuts down whatever is open.
+        Waits for file transfers first, without the lock, so other threads can still call the manager. If the device refuses a
+        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches.
         """
 
     def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> ResizeResult:
-        """Give a level another quota, in bytes; every cache must be suspended. All or nothing: the result is true, or says why not.
+        """Change the quota of a level, in bytes. All or nothing: the result is true, or says why not.
 
-        Pages that no longer fit move down or are dropped, in eviction order; those of suspended caches survive. `best_efforts`: the
-        largest feasible quota not above the asked one instead of a refusal; of host memory, the larger of 1 GiB and 5 % of what
-        is available stays free then. Raises LogicError while a cache is ACTIVE, ConfigError for a level that there is not.
+        Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
+        suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
+        leaves the larger of 1 GiB and 5 % of the available memory free. Raises LogicError while a cache is ACTIVE, ConfigError for
+        an unknown level.
         """
 
     @property
     def need_adjustment(self) -> bool:
-        """Whether enough requests were sampled, the cooldown is over and the pools no longer have the shares that the lengths
-        ask for.
+        """Whether `adjust()` is due: suspend every cache and call it.
 
-        Then suspend every cache and call `adjust()`. Equal histories give equal answers, so ranks agree.
+        It is due if enough requests were sampled, the cooldown is over, and the pool ratio differs too much from the target. Ranks
+        with equal histories of requests get equal answers.
         """
 
     def adjust(self) -> AdjustResult:
-        """Divide each level anew between the pool groups, by the sampled lengths; every cache must be suspended.
+        """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
         All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
         """
 
     @property
     def event_manager(self) -> CacheListener | None:
-        """Who is told about every change of what is cached."""
+        """The listener that receives every change of the cached pages; None if there is none."""
 
     def check_invariants(self) -> None:
-        """Assert every invariant of every structure. O(everything)."""
+        """Assert every invariant of every structure. O(pages + blocks + requests)."""
