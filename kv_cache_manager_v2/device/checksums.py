@@ -1,4 +1,4 @@
-"""Checksums of a file of slots: made when bytes are written, compared when they are read.
+"""Checksums of a file of slots, XXH3 with 64 bits: made when bytes are written, compared when they are read.
 
 Rule: a read ends without an error only if its bytes have the checksum of the bytes that were written there last. The sums are in
 memory, 9 bytes for each extent, because the files do not outlive the process.
@@ -11,44 +11,16 @@ has left cannot be read.
 from __future__ import annotations
 
 import ctypes
-import logging
-import zlib
 from array import array
 from collections.abc import Callable
 from typing import Final
 
 from mypy_extensions import mypyc_attr
+from xxhash import xxh3_64_intdigest
 
 EXTENT_BYTES: Final = 1 << 20
 
 FileMover = Callable[[int, int, int, int, bool], str]  # fd, offset, address, nbytes, writes; what went wrong, empty for nothing
-Digest = Callable[[memoryview], int]
-
-_log: Final = logging.getLogger(__name__)
-
-
-class _Algorithm:
-    """XXH3 with 64 bits: far faster than any file, and it releases the GIL. CRC-32 where the package is missing."""
-
-    def __init__(self) -> None:
-        self._digest: Digest | None = None
-
-    def digest(self) -> Digest:
-        """The function; found at the first use."""
-        found = self._digest
-        if found is None:
-            try:
-                from xxhash import xxh3_64_intdigest
-
-                found = xxh3_64_intdigest
-            except ImportError as error:
-                _log.warning("checksums of the disk tier are CRC-32, which is slower: install the package xxhash (%s)", error)
-                found = zlib.crc32
-            self._digest = found
-        return found
-
-
-_ALGORITHM: Final = _Algorithm()
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -61,7 +33,6 @@ class FileChecksums:
         self._extents_per_slot = -(-slot_bytes // self.extent_bytes)
         self._sums = array("Q")  # by extent
         self._known = bytearray()  # by extent; 1: its bytes were written whole and have this sum
-        self._digest = _ALGORITHM.digest()
 
     def resize(self, num_slots: int) -> None:
         """Follow the file to so many slots. No transfer is in flight."""
@@ -131,7 +102,7 @@ class FileChecksums:
             self._known[extent] = 0
 
     def _sum(self, address: int, nbytes: int) -> int:
-        return self._digest(memoryview((ctypes.c_char * nbytes).from_address(address)))
+        return xxh3_64_intdigest(memoryview((ctypes.c_char * nbytes).from_address(address)))
 
     def _write(self, mover: FileMover, fd: int, beg: int, end: int, address: int, extent: int) -> str:
         found = self._sum(address, end - beg)

@@ -6,13 +6,11 @@ import ctypes
 import logging
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kv_cache_manager_v2.device import checksums as module
 from kv_cache_manager_v2.device.arenas import DiskArena
 from kv_cache_manager_v2.device.checksums import EXTENT_BYTES, FileChecksums
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, Driver
@@ -223,19 +221,3 @@ def test_a_driver_that_makes_no_checksums_is_named(tmp_path: Path, caplog: pytes
     assert "not checked: an old device" in caplog.text
     arena.resize(1)
     arena.close()
-
-
-def test_without_the_package_another_checksum_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """CRC-32 is slower, which a warning says; it finds a flipped bit as well."""
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with caplog.at_level(logging.WARNING):
-        digest = module._Algorithm().digest()
-    assert "install the package xxhash" in caplog.text
-    assert digest(memoryview(b"123456789")) == 0xCBF43926
-
-
-def test_xxh3_is_used_where_it_is_installed() -> None:
-    pytest.importorskip("xxhash")
-    assert module._Algorithm().digest()(memoryview(b"")) == 0x2D06800538D394C2

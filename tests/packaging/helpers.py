@@ -38,10 +38,7 @@ class CleanEnvironment:
             self._copy_distribution(name)
 
     def _copy_distribution(self, name: str) -> None:
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            return  # the tests run without it, so the wheel has to as well
+        distribution = importlib.metadata.distribution(name)
         for file in distribution.files or []:
             target = self.site_packages / file
             if ".." not in file.parts and file.suffix != ".pyc":
