@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
+from setup_mypyc import INTERPRETED as INTERPRETED_FILES
 from tests.support.rig import Rig, small, toks
 
 PACKAGE = "kv_cache_manager_v2"
@@ -122,14 +123,24 @@ def test_files_and_functions_stay_readable(module: str) -> None:
 
 @pytest.mark.parametrize("module", [module for module in modules() if row(module) != INTERPRETED])
 def test_compiled_code_avoids_what_compiles_badly(module: str) -> None:
-    """No `_` as a loop variable or target (it would be boxed) and no weak references in compiled modules."""
+    """No `_` as a loop variable or target (it would be boxed), no weak references, no `__getattr__` of a compiled module."""
     wrong: list[str] = []
     for node in ast.walk(parse(module)):
         if isinstance(node, ast.Name) and node.id == "_" and isinstance(node.ctx, ast.Store):
             wrong.append(f"{module}.py:{node.lineno} assigns to _")
         if isinstance(node, ast.Import) and any(alias.name == "weakref" for alias in node.names):
             wrong.append(f"{module}.py:{node.lineno} imports weakref")
+    names = {node.name for node in parse(module).body if isinstance(node, ast.FunctionDef)}
+    if "__getattr__" in names and f"{module}.py" not in INTERPRETED_FILES:
+        wrong.append(f"{module}.py has a __getattr__ of its own: a compiled one crashes when it is imported")
     assert not wrong
+
+
+def test_the_charter_names_files_that_exist() -> None:
+    """Every path in CONTRIBUTING.md is one of the repository, or of the package."""
+    paths = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|pyi|md))`", CHARTER))
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (SOURCES / path).exists()] == []
 
 
 # --- the drawings

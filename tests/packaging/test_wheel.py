@@ -17,6 +17,7 @@ PACKAGE = "kv_cache_manager_v2"
 INTERPRETED = (
     "__main__.py",
     "cli/",
+    "_introspection.py",
     "config.py",
     "errors.py",
     "extras/",
