@@ -1,7 +1,7 @@
-"""What tests and tools may ask about the inside of a manager, and the few states that they may stage.
+"""Questions of tests and tools about the internal state of a manager, and calls that stage a state for a test.
 
-Rule: a question changes nothing and answers in plain records. Whatever changes something says so in its name (`make_`, `close_`,
-`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines: structures behind it may change. Each
+A question changes nothing and returns plain records. A call that changes something has a name that says so (`make_`, `close_`,
+`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines, and internal structures may change. Each
 call takes the manager's lock, so another thread may ask while the engine works.
 """
 
@@ -70,7 +70,7 @@ def storage_statistics(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -
 
 
 def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:
-    """Share of the slots that are unavailable, 0..1, by pool group: what the gate of `resume` looks at."""
+    """Share of unavailable slots, 0..1, by pool group, which `resume` compares with `max_util_for_resume`."""
     return [item.unavailable / item.total if item.total else 0.0 for item in manager.get_storage_statistics(level)]
 
 
@@ -78,19 +78,19 @@ def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) 
 
 
 class PageInfo(NamedTuple):
-    """A page as it was when asked."""
+    """The state of a page at the time of the call."""
 
     life_cycle: int
     level: int
     slot: int
-    coverage: int  # attention: leading tokens of its block that are valid; SSM: exact position of the snapshot in the block
+    coverage: int  # attention: first tokens of its block that are valid; recurrent: position of the snapshot in the block
     priority: int
     status: PageStatus
     holds: int
     locks: int
-    queued: bool  # whether it waits for its eviction
+    queued: bool  # whether it is in an eviction list
     linked: bool  # whether a block of the tree lists it
-    plans: int  # planned drops that name it
+    plans: int  # planned drops that mark it
 
 
 def page_info(page: Page | None) -> PageInfo | None:
@@ -132,7 +132,7 @@ def state_page(cache: KVCache, beam: int = 0) -> Page | None:
 
 
 def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]:
-    """(live pages by level, those of them that could be evicted but stand in no queue, by level) of an open request.
+    """(live pages by level, evictable live pages that are in no eviction list by level) of an open request.
 
     The second list is all zeros unless the storage has lost track of a page.
     """
@@ -190,7 +190,7 @@ def all_tree_blocks(manager: KVCacheManager) -> list[Block]:
 
 
 def all_tree_pages_droppable(manager: KVCacheManager) -> bool:
-    """Whether nobody holds or locks a cached page: so once every request is closed."""
+    """Whether no cached page is held or locked, as after every request is closed."""
     with manager.shared.lock:
         pages = [page for block in manager.shared.tree.all_blocks() for page in block.pages if page is not None]
         return all(page.status() == PageStatus.DROPPABLE for page in pages)
@@ -284,7 +284,7 @@ def reuse_match_planned_drop_counts(
 
 
 def lose_page(manager: KVCacheManager, page: Page) -> None:
-    """Have a cached page dropped, with all that follows, as if it had been evicted. Raises LogicError if no block lists it."""
+    """Drop a cached page with all consequences, as if it had been evicted. Raises LogicError if no block lists it."""
     with manager.shared.lock:
         if page.owner is None:
             raise LogicError("no block of the tree lists this page")
@@ -292,7 +292,7 @@ def lose_page(manager: KVCacheManager, page: Page) -> None:
 
 
 def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
-    """Have a block's page good for fewer tokens than it was. Raises ConfigError for a coverage that is not smaller, or below 1."""
+    """Reduce the coverage of a block's page. Raises ConfigError for a coverage that is not smaller, or below 1."""
     with manager.shared.lock:
         page = block.page(life_cycle)
         if page is None or not 0 < coverage < page.coverage:
@@ -446,7 +446,7 @@ def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) ->
 def ratio_to_slot_count_list(
     quota: int, slot_sizes: Sequence[Sequence[int]], ratios: Sequence[float], granularity: int, min_slots: Sequence[int]
 ) -> list[int]:
-    """How a quota is split between pool groups, by ratio and never below the floors."""
+    """How a quota is divided between pool groups by ratio, with at least the minimum slots of each."""
     return sizing.split_quota(quota, granularity, [list(sizes) for sizes in slot_sizes], list(ratios), list(min_slots))
 
 

@@ -1,7 +1,7 @@
-"""What tests and tools may ask about the inside of a manager, and the few states that they may stage.
+"""Questions of tests and tools about the internal state of a manager, and calls that stage a state for a test.
 
-Rule: a question changes nothing and answers in plain records. Whatever changes something says so in its name (`make_`, `close_`,
-`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines: structures behind it may change. Each
+A question changes nothing and returns plain records. A call that changes something has a name that says so (`make_`, `close_`,
+`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines, and internal structures may change. Each
 call takes the manager's lock, so another thread may ask while the engine works.
 """
 
@@ -40,10 +40,10 @@ def storage_statistics(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -
     """By pool group. Raises ConfigError for a level that there is not."""
 
 def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:
-    """Share of the slots that are unavailable, 0..1, by pool group: what the gate of `resume` looks at."""
+    """Share of unavailable slots, 0..1, by pool group, which `resume` compares with `max_util_for_resume`."""
 
 class PageInfo(NamedTuple):
-    """A page as it was when asked."""
+    """The state of a page at the time of the call."""
 
     life_cycle: int
     level: int
@@ -70,7 +70,7 @@ def state_page(cache: KVCache, beam: int = 0) -> Page | None:
     """The page of a request's live recurrent state; None without one."""
 
 def active_page_stats(cache: KVCache) -> tuple[list[int], list[int]]:
-    """(live pages by level, those of them that could be evicted but stand in no queue, by level) of an open request.
+    """(live pages by level, evictable live pages that are in no eviction list by level) of an open request.
 
     The second list is all zeros unless the storage has lost track of a page.
     """
@@ -94,7 +94,7 @@ def all_tree_blocks(manager: KVCacheManager) -> list[Block]:
     """Every cached block, parents before children; O(blocks)."""
 
 def all_tree_pages_droppable(manager: KVCacheManager) -> bool:
-    """Whether nobody holds or locks a cached page: so once every request is closed."""
+    """Whether no cached page is held or locked, as after every request is closed."""
 
 def tree_path(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> list[Block]:
     """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Whatever
@@ -131,10 +131,10 @@ def reuse_match_planned_drop_counts(
     """How many planned drops name the life cycle's page in each matched block; 0 where there is none."""
 
 def lose_page(manager: KVCacheManager, page: Page) -> None:
-    """Have a cached page dropped, with all that follows, as if it had been evicted. Raises LogicError if no block lists it."""
+    """Drop a cached page with all consequences, as if it had been evicted. Raises LogicError if no block lists it."""
 
 def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
-    """Have a block's page good for fewer tokens than it was. Raises ConfigError for a coverage that is not smaller, or below 1."""
+    """Reduce the coverage of a block's page. Raises ConfigError for a coverage that is not smaller, or below 1."""
 
 class StagedBlock:
     """A block that a test put into the tree, with real GPU pages of undefined contents. Opaque."""
@@ -197,7 +197,7 @@ def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) ->
 def ratio_to_slot_count_list(
     quota: int, slot_sizes: Sequence[Sequence[int]], ratios: Sequence[float], granularity: int, min_slots: Sequence[int]
 ) -> list[int]:
-    """How a quota is split between pool groups, by ratio and never below the floors."""
+    """How a quota is divided between pool groups by ratio, with at least the minimum slots of each."""
 
 def compute_slots_for_batch(
     manager: KVCacheManager,
