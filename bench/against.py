@@ -1,4 +1,4 @@
-"""`python -m bench.against CHECKOUT`: this tree's build beside that of another checkout, in interleaved pairs.
+"""`python -m bench.against CHECKOUT`: compares this tree's build with that of another checkout, in interleaved pairs.
 
 Rule: each worker runs from its own checkout, with that checkout's benchmark code and build. A pair is two workers, one after the
 other, in an order that alternates; the figure is the median of the pairs' ratios, so a machine that slows down in between

@@ -60,7 +60,7 @@ class Workload:
         self._number = 0
 
     def follow(self, ended: Turn | None) -> Turn:
-        """The request that takes the place of one that ended (None: of nobody)."""
+        """The request that follows one that has ended; with None, a new request."""
         turn = ended.conversation.next_turn() if ended is not None else None
         while turn is None:
             turn = Conversation(self._seed, self._number).next_turn()

@@ -1,4 +1,4 @@
-"""How fast pages move between tiers, beside plain loops over the same bytes.
+"""How fast pages move between tiers, compared with plain loops over the same bytes.
 
 On the compiled build only: C moves the bytes in both.
 """

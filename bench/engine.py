@@ -134,7 +134,7 @@ class Engine:
         return [request.opened() for request in self.running], [request.length + request.some for request in self.running], budget
 
     def _grow(self, caches: list[KVCache], capacities: list[int]) -> None:
-        """Room for the step of every running request; where there is none, the youngest makes way."""
+        """Allocate pages for the step of every running request. On a shortage the youngest is suspended."""
         done = resize_batch(caches, capacities)
         while done < len(caches):
             caches.pop()
@@ -184,7 +184,7 @@ class Engine:
         return caches, chunks, closing
 
     def _account(self) -> None:
-        """Note the times of the tokens that the step drew; answered requests are followed by their next turns."""
+        """Record the times of the tokens that the step drew. Answered requests are followed by their next turns."""
         figures = self.figures
         clock = figures.clock
         for request in self.running:

@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: what others' cache managers take for the same work, beside ours, in one run on one machine.
+"""`python -m bench.peers`: compares other cache managers with ours on the same work, in one run on one machine.
 
 The scripts that drive them are not ours: the folder that PEERS names holds `requirements.txt`, `bench_vllm.py` and
 `bench_sglang.py`, which take `--reps` and write a JSON list of {name, median, unit, ...} to the file that OUT names. They run in an
@@ -144,7 +144,7 @@ def best(figures: Sequence[Figure], pattern: str, groups: str) -> Figure | None:
 
 
 def comparison(ours: dict[str, Row], vllm: Sequence[Figure], sglang: Sequence[Figure]) -> str:
-    """Our compiled figures beside theirs, and how many times longer they take."""
+    """Our compiled figures and theirs, and how many times longer theirs are."""
     lines = [f"{'operation':<36}  {'ours':>11}  {'vLLM':>11}  {'times':>6}  {'SGLang':>11}  {'times':>6}"]
     for counterpart in COUNTERPARTS:
         row = ours.get(counterpart.title)

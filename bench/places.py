@@ -1,4 +1,4 @@
-"""Pages that make way for others, and blocks that have many siblings."""
+"""Eviction of pages, and blocks with many siblings."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Evict(Work):
 
 
 class PushDown(Work):
-    """Make room by moving pages down a tier: the oldest of the GPU go to the host, the host's oldest are dropped at its end."""
+    """Evict pages to a colder tier: the oldest of the GPU move to the host, and the oldest of the host are dropped."""
 
     unit = "page"
 
@@ -152,7 +152,7 @@ class PartialMatch(_Siblings):
 
 
 class InsertSibling(_Siblings):
-    """Commit one more block beside the others."""
+    """Commit one more sibling block."""
 
     unit = "block"
 

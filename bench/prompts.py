@@ -53,7 +53,7 @@ class Admit(_OnCachedPrompt):
 
 
 class SuspendResume(_OnCachedPrompt):
-    """Let go of every page and take them again where they are."""
+    """Suspend and resume a request whose pages stay on the GPU."""
 
     unit = "request"
 
@@ -75,7 +75,7 @@ class SuspendResume(_OnCachedPrompt):
 
 
 class _ColdPrompt(Work):
-    """A request whose prompt nobody has seen; every run takes another."""
+    """A request whose prompt is not cached; every run uses another prompt."""
 
     unit = "prompt"
 
@@ -106,7 +106,7 @@ class _ColdPrompt(Work):
 
 
 class ResizeCold(_ColdPrompt):
-    """Take the pages of a whole prompt at once; the slots are free but for the oldest prompts' pages, which are dropped."""
+    """Allocate the pages of a whole prompt in one call. Slots are free, or become free by dropping the oldest prompts' pages."""
 
     def run(self) -> int:
         assert self.opened().resize(self.setting.prompt)
@@ -114,7 +114,7 @@ class ResizeCold(_ColdPrompt):
 
 
 class ComputeCold(_ColdPrompt):
-    """Take the pages of a whole prompt and commit it."""
+    """Allocate the pages of a whole prompt and commit it."""
 
     def run(self) -> int:
         assert self.opened().resize(self.setting.prompt)
@@ -155,7 +155,7 @@ class CloseCommitted(_ColdPrompt):
 
 
 class CommitWithEvents(CommitCold):
-    """Commit a prompt while somebody listens: notes are taken, keys and records are not made."""
+    """Commit a prompt with an event manager, which queues records. Block keys and events are not made."""
 
     def after(self) -> None:
         super().after()
@@ -163,7 +163,7 @@ class CommitWithEvents(CommitCold):
 
 
 class CommitFlushDrain(CommitCold):
-    """Commit a prompt, make its events and take them."""
+    """Commit a prompt, flush its events and read them."""
 
     def before(self) -> None:
         super().before()
@@ -183,7 +183,7 @@ def drain_events(bench: Bench) -> None:
 
 
 class ResumeFromHost(Work):
-    """Resume a request whose pages lie on the host, on a GPU that is full of another's, which go there."""
+    """Resume a request whose pages are in host memory, on a GPU full of another request's pages, which are offloaded."""
 
     unit = "request"
 

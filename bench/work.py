@@ -29,14 +29,14 @@ class Work:
         """Prepare one run, off the clock."""
 
     def run(self) -> int:
-        """Do the work; how many units it was."""
+        """Do the work. Returns the number of units."""
         raise NotImplementedError
 
     def after(self) -> None:
         """Clean up after one run, off the clock."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
     def timed(self) -> float:
         """Seconds of one unit, from one run."""

@@ -43,7 +43,7 @@ class BeamSearch:
         self._choose(self.hypotheses, logits)
 
     def take_order(self) -> list[int]:
-        """The parents, once: whoever asks moves what the beams have, and then each has its own hypothesis."""
+        """Return the parents and reset them. The caller must copy pages and states so that each beam has its own hypothesis."""
         order = self.parents
         self.parents = list(range(self.width))
         return order

@@ -1,15 +1,16 @@
 """A serving engine in small: continuous batching, chunked prefill and preemption on top of `KVCacheManager`.
 
-Rule: the manager decides where keys and values live, the engine only who computes next. Running requests are a prefix of the open
-ones in order of admission; who gets no page makes the newest running one wait, and waiting ones come back last out, first in, once
-another has ended.
+The manager decides where keys and values are stored; the engine decides only which requests compute next. Open requests are kept in
+order of admission, and the running ones are a prefix of that order. On a shortage the newest running request is suspended.
+Suspended requests resume oldest first, once another request has ended.
 
 Prefill and decode have a stream each. A request moves from one to the other when its prompt is done; the manager makes the second
 stream wait for what the first still does with the request's pages. Whatever is published by `commit` may still be in flight: who
 reuses it waits on its stream, never on the host. The host waits only for the logits that it must look at.
 
 A model with recurrent layers commits up to each multiple of `commit_every` tokens, and what is left at the end of a turn: wherever
-it commits, the manager keeps a snapshot of the state, and a later request can begin there. In between, tokens are only settled.
+it commits, the manager keeps a snapshot of the state, and a later request can begin there. In between, tokens are computed but not
+committed.
 
 A turn that asks for beams has its first `BEAM_TOKENS` tokens chosen by beam search: the cache is widened behind the prompt, each
 step computes a token of every beam, and where a hypothesis goes on from another beam's, the engine copies that beam's pages and
@@ -119,7 +120,7 @@ class Engine:
         self._open: list[Request] = []  # in order of admission
         self._caches: list[KVCache] = []  # of the open requests
         self._num_running = 0  # _open[:_num_running] run, the others are suspended
-        self._crowded = False  # somebody was suspended, and nobody has ended since: resuming would only suspend again
+        self._crowded = False  # a request was suspended and none has ended since: resuming one would suspend another
         self.histories: dict[int, list[int]] = {}  # conversation -> all tokens so far
         self.chunks: list[ComputedChunk] = []
         self.stats: dict[int, ConversationStats] = {}
@@ -145,7 +146,7 @@ class Engine:
             self.steps += 1
 
     def close(self) -> None:
-        """Give up what is open, and the streams."""
+        """Close open caches, and destroy the streams."""
         for cache in self._caches:
             cache.close()
         self._caches.clear()
@@ -192,7 +193,7 @@ class Engine:
         self._caches.append(cache)
 
     def _resume(self, position: int) -> bool:
-        """Bring one request's pages to the GPU and attach its index buffers again; False if there is no room."""
+        """Resume one request and attach its index buffers again. False on a shortage."""
         request, cache = self._open[position], self._caches[position]
         if not cache.resume(self._decode_stream if request.decoding else self._prefill_stream):
             return False
@@ -206,7 +207,7 @@ class Engine:
                 cache.set_base_page_index_buf(BeamIndex(beam), group, buffer)
 
     def _grow(self, position: int, capacity: int) -> bool:
-        """Room for `capacity` tokens, at the cost of newer requests; False if this one was suspended itself."""
+        """Allocate pages for `capacity` tokens, suspending newer requests if needed. False if this one was suspended itself."""
         cache, request = self._caches[position], self._open[position]
         while not cache.resize(capacity, request.computed):
             if not self._suspend_newest(position):
@@ -214,7 +215,7 @@ class Engine:
         return True
 
     def _widen(self, position: int, width: int) -> bool:
-        """Pages for all beams behind the prompt, at the cost of newer requests; False if this one was suspended itself."""
+        """Widen a request to `width` beams, suspending newer requests if needed. False if this one was suspended itself."""
         cache, request = self._caches[position], self._open[position]
         while cache.beam_width < width:
             try:
@@ -226,7 +227,7 @@ class Engine:
         return True
 
     def _suspend_newest(self, position: int) -> bool:
-        """Suspend the newest running request; False if it is the one at `position`, for which room is made."""
+        """Suspend the newest running request. False if it is the one at `position`, which needs the pages."""
         self._num_running -= 1
         self._caches[self._num_running].suspend()
         self._crowded = True
@@ -301,8 +302,8 @@ class Engine:
 
     def _publish(self, request: Request, cache: KVCache, *, is_end: bool = False) -> None:
         """Commit all that is computed: from here on others can begin with it, and here a snapshot is taken."""
-        settled = cache.resize(None, request.computed)
-        assert settled, "settling tokens takes no page"
+        advanced = cache.resize(None, request.computed)
+        assert advanced, "advancing the history needs no page"
         cache.commit(request.tokens[cache.num_committed_tokens : request.computed], is_end=is_end)
 
     def _read_logits(self, step: list[Work], stream: Stream) -> None:
@@ -343,8 +344,8 @@ class Engine:
             return
         tokens = search.hypotheses[0].tokens  # all but the last one are computed
         winner = search.parents[0]
-        settled = cache.resize(None, request.computed)
-        assert settled, "settling tokens takes no page"
+        advanced = cache.resize(None, request.computed)
+        assert advanced, "advancing the history needs no page"
         cache.commit(tokens[:-1], beam_search_indices=[winner] * (len(tokens) - 1))
         cache.beam_width = 1  # the winner's pages and states are beam 0's now
         request.search = None

@@ -68,11 +68,11 @@ class KVView(ABC):
 
     @abstractmethod
     def store_state(self, layer: int, state: FloatArray) -> None:
-        """Keep a recurrent layer's state in place of the one before."""
+        """Store a recurrent layer's state, replacing the previous one."""
 
     @abstractmethod
     def load_state(self, layer: int) -> FloatArray:
-        """A recurrent layer's state behind the last token that was computed; not asked for before the first."""
+        """A recurrent layer's state after the last computed token. Not called before the first token."""
 
 
 @dataclass(frozen=True)

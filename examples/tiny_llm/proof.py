@@ -19,7 +19,7 @@ from tiny_llm.model import Chunk, FloatArray, TinyLlama
 
 @dataclass
 class Comparison:
-    """What was compared, and the first place of all that differs."""
+    """What was compared, and the first difference."""
 
     chunks: int = 0
     logits: int = 0
@@ -87,7 +87,7 @@ class _Alone:
         return logits
 
     def _reach(self, position: int) -> None:
-        """Have the view know all tokens up to this position, and if it has states, none behind it."""
+        """Compute tokens up to this position into the view; with recurrent states, exactly up to it."""
         if self._computed > position and self._model.shape.recurrent:
             self._view = ContiguousView(self._model.shape, len(self._tokens))
             self._computed = 0
