@@ -94,8 +94,7 @@ class BlockTable:
         if active and not self.stale_start <= ordinal < self.stale_end:
             self.hierarchy.unlock(page, point)
         else:
-            self.hierarchy.release(page)
-            page.make_youngest()
+            self.hierarchy.release_youngest(page)
 
     def leave(self, ordinal: int, stays_held: bool, point: Point) -> None:
         """Unlock the page of a block that becomes stale, or hold it until the block is committed."""

@@ -85,18 +85,21 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
                 number += 1
                 continue
             if table.index == page.life_cycle:
-                cached = max(cached, page.level)
-                if table.is_live(ordinal):
+                level = page.cell.level
+                if level > cached:
+                    cached = level
+                if not table.stale_start <= ordinal < table.stale_end:
                     if priorities:
                         hierarchy.raise_priority(page, priorities[number][held[number]])
                     hierarchy.hold(page)
                     columns[number][ordinal] = page
                     held[number] += 1
-                    loaded = max(loaded, page.level)
-                    if page.level == GPU_LEVEL and ordinal < full:
+                    if level > loaded:
+                        loaded = level
+                    if level == GPU_LEVEL and ordinal < full:
                         on_gpu[number] += 1
                     elif pending is not None:
-                        pending.found(table.index, page.level, 1 if ordinal < full else 0, 0 if ordinal < full else 1)
+                        pending.found(table.index, level, 1 if ordinal < full else 0, 0 if ordinal < full else 1)
             page = page.next_in_block
         if loaded < 0:
             loaded = cached

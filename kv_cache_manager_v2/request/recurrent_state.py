@@ -42,5 +42,4 @@ class RecurrentState:
         if active:
             hierarchy.unlock(page, point)
         else:
-            hierarchy.release(page)
-            page.make_youngest()
+            hierarchy.release_youngest(page)

@@ -20,7 +20,7 @@ from typing import Final
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, PIECE_ALIGNMENT, StagingRing
-from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
+from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, Point, Stream
 from kv_cache_manager_v2.layout.arithmetic import round_up
@@ -65,6 +65,9 @@ class Hierarchy(PageKeeper):
         self._no_need = [0] * self.num_groups
         self._closed = False
         self._finished = False  # closed, and all memory is free
+        self._merged: Point = NULL_POINT  # the last answer of `_later`, for these two:
+        self._merged_first: Point = NULL_POINT
+        self._merged_second: Point = NULL_POINT
         self._all_cells = Cells(driver, timeline, layout, sizings, tier_configs)
         self.cells = self._all_cells.by_group  # by pool group and level
         self.gpu: list[Cell] = self._all_cells.of_level(GPU_LEVEL)  # by pool group
@@ -179,6 +182,13 @@ class Hierarchy(PageKeeper):
         if page.holds == 0:
             page.cell.requeue(page)
 
+    def release_youngest(self, page: Page) -> None:
+        """As `release`, at the end of a request: a page that stays evictable becomes the youngest of its priority."""
+        pinned = page.list == PINNED  # then it joins as the youngest
+        self.release(page)
+        if not pinned and page.list != PINNED:
+            page.cell.renew(page)
+
     def lock_held(self, page: Page) -> None:
         """One hold becomes a lock. Raises LogicError unless the page is on the GPU."""
         assert page.holds > 0, "a page that is not held was to be locked"
@@ -200,15 +210,21 @@ class Hierarchy(PageKeeper):
             page.cell.requeue(page)
 
     def _later(self, first: Point, second: Point) -> Point:
-        """As `Timeline.merge`, asking the device nothing in the common cases."""
+        """A point that is over once both are, see `Timeline.merge`.
+
+        The pages of a request mostly have the same points, so the last answer is kept: that halves the cost of closing a request.
+        """
         if first == NULL_POINT:
             return second
         if second == NULL_POINT:
             return first
-        stream = first >> SEQUENCE_BITS
-        if stream == second >> SEQUENCE_BITS and stream != 0:
-            return first if first > second else second
-        return self.timeline.merge(first, second)
+        if first == self._merged_first and second == self._merged_second:
+            return self._merged
+        self._merged_second = NULL_POINT  # an interrupt from here on leaves no answer
+        self._merged_first = first
+        self._merged = self.timeline.merge(first, second)
+        self._merged_second = second
+        return self._merged
 
     # --- what the reuse tree asks (PageKeeper)
 

@@ -91,11 +91,6 @@ class Page:
         """Whether it is in the order of eviction of its cell."""
         return self.list != PINNED
 
-    def make_youngest(self) -> None:
-        """A request's use of the page has ended: if evictable, it becomes the youngest of its priority. O(1)."""
-        if self.list != PINNED:
-            self.cell.renew(self)
-
     def status(self) -> PageStatus:
         """LOCKED, HELD or DROPPABLE, by its counters."""
         if self.locks > 0:
