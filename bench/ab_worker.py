@@ -25,7 +25,7 @@ from kv_cache_manager_v2 import (
 )
 
 BLOCK: Final = 32  # tokens
-GPU_BLOCKS_PER_REQUEST: Final = 96  # open: 3,072 tokens each, beside which little is kept for later turns
+GPU_BLOCKS_PER_REQUEST: Final = 96  # for 3,072 tokens of each open request, which leaves little for later turns
 HOST_BLOCKS_PER_REQUEST: Final = 192
 
 

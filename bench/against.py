@@ -118,7 +118,7 @@ def main() -> int:
             return 1
         clock.say(f"{title}: {rows[-1].ratio():.3f}")
     machine = describe()
-    print(heading(f"This tree beside {other.name}, {options.pairs} pairs", machine))
+    print(heading(f"This tree compared with {other.name}, {options.pairs} pairs", machine))
     print(pairs_table(rows))
     figures = {row.title: {"here_s": row.here, "there_s": row.there, "ratio": row.ratio()} for row in rows}
     write(ROOT / "build" / "bench" / "against.json", {"machine": machine, "figures": figures})

@@ -12,12 +12,12 @@ from typing import Final, TypedDict
 from bench.builds import ROOT, run_worker
 
 MODES: Final = """\
-Emulated device, one move after the other, each waited for; beside each a plain loop of one thread with the same bytes a call.
- memory        beside memmove between memory of the same tiers; neither finds its bytes in the processor's caches
- file cached   with checksums, beside pwrite or pread of the same file: buffered, no fsync, all of it in the page cache
+Emulated device, one move after the other, each waited for; paired with a plain loop of one thread over the same bytes.
+ memory        compared with memmove between memory of the same tiers; neither finds its bytes in the processor's caches
+ file cached   with checksums, compared with pwrite or pread of the same file: buffered, no fsync, all of it in the page cache
  file no sums  the same, without checksums
- file cold     with checksums, beside pread: buffered, the file dropped from the page cache before each
- file synced   with checksums, beside pwrite and fdatasync: buffered, until it is on the device
+ file cold     with checksums, compared with pread: buffered, the file dropped from the page cache before each
+ file synced   with checksums, compared with pwrite and fdatasync: buffered, until it is on the device
 share: median of the pairs' own ratios; more: what a move takes longer than its loop, for small batches a fixed cost"""
 
 

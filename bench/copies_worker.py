@@ -1,9 +1,9 @@
 """The process that moves pages between tiers of the emulated device: `python -m bench.copies_worker`.
 
-Rule: every move has beside it, in the same moment, a plain loop of one thread over as many bytes in pieces of one page: memmove
-between memory of the same two tiers, or pwrite or pread of the same file. Neither finds its bytes in the processor's caches: the
-tiers have room for many batches, and each batch moves once before any moves again. The share is the median of the pairs' own
-ratios, so a machine that is slow for a while is slow for both.
+Rule: every move is paired with a plain loop of one thread over as many bytes, one page at a time, run directly before or after:
+memmove between memory of the same two tiers, or pwrite or pread of the same file. Neither finds its bytes in the processor's
+caches: the tiers have slots for many batches, and each batch moves once before any moves again. The share is the median of the
+pairs' own ratios, so a machine that is slow for a while is slow for both.
 
 Files are buffered and clean before every move; pages have checksums, the plain loop has none. Modes: *cached*, all of it in the
 operating system's page cache; *unchecked*, the same without checksums; *cold*, what is read was dropped from the page cache first;
@@ -93,14 +93,14 @@ WAYS: Final = (  # each starts where the one before ended
 
 
 class Pair(NamedTuple):
-    """Seconds of one move, and of the plain loop beside it."""
+    """Seconds of one move, and of its plain loop."""
 
     engine: float
     plain: float
 
 
 class Tiers:
-    """Three tiers with room for so many batches of pages each."""
+    """Three tiers, each with slots for the same number of batches."""
 
     def __init__(self, page_bytes: int, batch: int, batches: int, directory: str) -> None:
         self.page_bytes = page_bytes
@@ -144,7 +144,7 @@ class Tiers:
         return elapsed
 
     def plain(self, which: int, way: Way) -> float:
-        """Seconds of a plain loop over the slots of one batch, whoever is in them: all pages have the same bytes.
+        """Seconds of a plain loop over the slots of one batch, whichever pages are in them: all pages have the same size.
 
         A file is read to and written from the host tier, the GPU tier's pages too: a file knows no device.
         """

@@ -1,9 +1,9 @@
 """The simulated engine of the A/B run: a closed loop of steps around the real manager.
 
-A step is: *schedule* (room for the step of all that run, in one batch call; create, resume and resize what is admitted), the GPU,
-*update* (commit, in one batch call, and statistics), *close* (what is answered). The GPU's 11.5 ms pass on a clock of the
-simulation and are not slept: the manager's time is measured and added to them, nothing overlaps. So the same requests take the
-same steps on both builds, and a run takes minutes.
+A step is: *schedule* (pages for the step of all running requests, in one batch call; create, resume and resize what is admitted),
+the GPU, *update* (commit, in one batch call, and statistics), *close* (what is answered). The GPU's 11.5 ms pass on a clock of the
+simulation and are not slept: the manager's time is measured and added to them, nothing overlaps. So the same requests take the same
+steps on both builds, and a run takes minutes.
 
 Rule: only calls of the manager are on the clock. What the loop around those of one request costs is measured with caches that do
 nothing, and subtracted.

@@ -162,7 +162,7 @@ def comparison(ours: dict[str, Row], vllm: Sequence[Figure], sglang: Sequence[Fi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.peers", description="Our figures beside those of other cache managers.")
+    parser = argparse.ArgumentParser(prog="bench.peers", description="Compares our figures with those of other cache managers.")
     parser.add_argument("--scripts", type=Path, required=True, help="the folder with the scripts that drive them")
     parser.add_argument("--reps", type=int, default=9)
     options = parser.parse_args()

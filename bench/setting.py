@@ -151,7 +151,7 @@ def has_events() -> bool:
 
 
 def make_event_manager() -> CacheListener:
-    """The package's event manager, with room for every event."""
+    """The package's event manager, with a queue that is large enough for all events."""
     events = importlib.import_module("kv_cache_manager_v2.events")
     listener: CacheListener = events.KVCacheEventManager(max_kv_event_entries=1 << 20)
     return listener

@@ -46,7 +46,7 @@ class DecodeCalls(Work):
             length += 1
             for cache in caches:
                 if not cache.resize(length):
-                    raise AssertionError("no room")
+                    raise AssertionError("too few pages")
             for cache in caches:
                 cache.commit([17])
         self.length = length
@@ -68,7 +68,7 @@ class DecodeBatch(DecodeCalls):
         for _step in range(BLOCK):
             length += 1
             if resize_batch(caches, [length] * len(caches)) != len(caches):
-                raise AssertionError("no room")
+                raise AssertionError("too few pages")
             commit_batch(caches, drawn)
         self.length = length
         return BLOCK
@@ -91,7 +91,7 @@ class DecodeStatistics(DecodeCalls):
             length += 1
             for cache in caches:
                 if not cache.resize(length):
-                    raise AssertionError("no room")
+                    raise AssertionError("too few pages")
             for cache in caches:
                 cache.commit([17])
             if manager.get_dirty_stats_kv_cache_ids():
@@ -148,7 +148,7 @@ class DecodeCollected(DecodeBatch):
             self.length += 1
             start = now()
             if resize_batch(caches, [self.length] * len(caches)) != len(caches):
-                raise AssertionError("no room")
+                raise AssertionError("too few pages")
             commit_batch(caches, drawn)
             steps.append(now() - start)
         steps.sort()

@@ -61,13 +61,13 @@ def refuse(name: str, value: object, expected: str) -> NoReturn:
 
 
 def given(record: object, field: str) -> object:
-    """What a user put into a field: read by its name, since the compiled build would not read it as a type that it is not."""
+    """The value of a field that a user has assigned. Read by name: the compiled build raises for an attribute of a wrong type."""
     value: object = getattr(record, field)
     return value
 
 
 def renamed(old: str, new: str, value: _T) -> _T:
-    """The argument of a parameter by its old name, which works for one release; warns."""
+    """Return the argument of a parameter passed by its old name, with a DeprecationWarning."""
     deprecated(f"the parameter {old} is now {new}; the old name goes with the next release")
     return value
 
@@ -118,7 +118,7 @@ def at_least_or_none(value: object, name: str, low: int) -> int | None:
 
 
 def real(value: object, name: str) -> float:
-    """Any number but a bool, as a float. NaN passes: the range check of the caller refuses it in its own words."""
+    """Any number except a bool, as a float. NaN is accepted: the caller checks the range."""
     if type(value) is float:
         return value
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
@@ -132,7 +132,7 @@ def real(value: object, name: str) -> float:
 
 
 def positive(value: object, name: str) -> float:
-    """A duration: a number above 0, and not without end."""
+    """A finite number above 0."""
     number = real(value, name)
     if not 0.0 < number < math.inf:
         raise ConfigError(f"{name} is {number}; it must be positive, and finite")
@@ -140,7 +140,7 @@ def positive(value: object, name: str) -> float:
 
 
 def unsigned(value: object, name: str) -> int:
-    """A number that somebody else chose: any unsigned 64-bit integer."""
+    """An unsigned 64-bit integer, such as an engine's id."""
     number = whole(value, name)
     if not 0 <= number < UNSIGNED_64_LIMIT:
         raise ConfigError(f"{name} {number} is out of range: it must be in 0..2**64-1")
@@ -198,7 +198,7 @@ def instance_or_none(value: object, kind: type[_T], name: str) -> _T | None:
 
 
 def function(value: object, name: str) -> Callable[..., object]:
-    """Something to call."""
+    """A callable."""
     usable: bool = callable(value)
     if not usable:
         raise ConfigError(f"{name} is {shown(value)}, which cannot be called")

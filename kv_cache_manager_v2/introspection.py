@@ -324,7 +324,7 @@ def make_test_block(
     """Put a block of these tokens into the tree, with a page of each life cycle whose coverage is not 0.
 
     Raises ConfigError (a ValueError) for no tokens or too many, a list of another length, a coverage out of range, a parent that
-    is not full, or a block that the tree has already or covers; OutOfPagesError without room. Nothing has changed then.
+    is not full, or a block that the tree has already or covers; OutOfPagesError without a free slot. Nothing has changed then.
     """
     shared = manager.shared
     packed = pack(list(tokens))
@@ -349,7 +349,7 @@ def make_test_block(
         try:
             shortage = shared.hierarchy.acquire(need, [])
             if shortage is not None or not above.attached:
-                raise OutOfPagesError(f"no room for the test block beside its parents: {shortage}")
+                raise OutOfPagesError(f"too few slots for the test block: {shortage}")
             block, outcome = shared.tree.insert(above, packed.data, count)
             if outcome != BLOCK_NEW:
                 raise ConfigError("the tree has this block already, or a longer one that covers it")

@@ -12,7 +12,7 @@ A model with recurrent layers commits up to each multiple of `commit_every` toke
 it commits, the manager keeps a snapshot of the state, and a later request can begin there. In between, tokens are computed but not
 committed.
 
-A turn that asks for beams has its first `BEAM_TOKENS` tokens chosen by beam search: the cache is widened behind the prompt, each
+A turn that asks for beams has its first `BEAM_TOKENS` tokens chosen by beam search: the cache is widened after the prompt, each
 step computes a token of every beam, and where a hypothesis goes on from another beam's, the engine copies that beam's pages and
 states over its own: the manager does not reorder beams. Then the winner's tokens are committed from the beam that computed them,
 the cache is narrowed, and the answer goes on from the winner's pages and states.
@@ -52,7 +52,7 @@ class ConversationStats:
 class ComputedChunk:
     """One computed chunk, for the comparison: tokens from position `beg` of the conversation, and a row of logits for each.
 
-    `branch` are the tokens before it that its beam alone has behind the prompt; None outside of beam search.
+    `branch` are the earlier tokens after the prompt that only its beam has; None outside of beam search.
     """
 
     conversation: int
@@ -356,7 +356,7 @@ class Engine:
         self.stats[request.conversation.number].generated += len(tokens)
 
     def _retire(self) -> None:
-        """Close finished requests, and queue the next turns. Their pages stay in the cache for whoever begins alike: the next
+        """Close finished requests, and queue the next turns. Their pages stay cached for requests with the same prefix: the next
         turn begins where this one ends."""
         for position in reversed(range(self._num_running)):
             request = self._open[position]

@@ -155,7 +155,7 @@ def make_test_block(
     """Put a block of these tokens into the tree, with a page of each life cycle whose coverage is not 0.
 
     Raises ConfigError (a ValueError) for no tokens or too many, a list of another length, a coverage out of range, a parent that
-    is not full, or a block that the tree has already or covers; OutOfPagesError without room. Nothing has changed then.
+    is not full, or a block that the tree has already or covers; OutOfPagesError without a free slot. Nothing has changed then.
     """
 
 def close_test_block(block: StagedBlock) -> None:
