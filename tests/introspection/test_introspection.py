@@ -271,7 +271,7 @@ def test_a_parent_whose_page_makes_room_cannot_stay_the_parent() -> None:
     """The child's only room is the parent's page: refused, and both are gone."""
     with Rig(small(1)) as rig:
         parent = introspection.make_test_block(rig.manager, toks(0, 4), [4])
-        with pytest.raises(OutOfPagesError, match="parent"):
+        with pytest.raises(OutOfPagesError, match="too few slots for the test block"):
             introspection.make_test_block(rig.manager, toks(4, 8), [4], parent)
         assert introspection.num_tree_blocks(rig.manager) == 0
 
