@@ -24,7 +24,7 @@ class Kind:
     recurrent: bool = False
 
     def reads(self, ordinal: int, num_tokens: int, block: int) -> bool:
-        """Whether a query behind `num_tokens` tokens reads the page of this block: a state only where the tokens end."""
+        """Whether a query after `num_tokens` tokens reads the page of this block: a state only where the tokens end."""
         if self.recurrent:
             return ordinal == (num_tokens - 1) // block
         if self.window is None or ordinal < -(-self.sinks // block):
@@ -107,7 +107,7 @@ class Reference:
         return True
 
     def _has(self, pages: dict[str, int], ordinal: int, share: int, num_tokens: int) -> bool:
-        """Whether a block has what a query behind `num_tokens` tokens reads of its first `share` tokens."""
+        """Whether a block has what a query after `num_tokens` tokens reads of its first `share` tokens."""
         for kind in self.kinds:
             if kind.reads(ordinal, num_tokens, self.block):
                 covered = pages.get(kind.name, 0)

@@ -104,7 +104,7 @@ def test_with_room_for_all_every_hit_is_found_that_the_rules_allow(
     assert report["page_mismatches"] == report["pages_dropped"] == 0
     assert report["pages_checked"] > 0
     if preset != "full+ssm":
-        assert hits == infinite_cache_hits(prompts, BLOCK), "what a window has left behind is missed by nobody"
+        assert hits == infinite_cache_hits(prompts, BLOCK), "no hit needs a block that has left the window"
 
 
 class WatchfulSource(NumpyTokenSource):

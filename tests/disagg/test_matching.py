@@ -30,7 +30,7 @@ def move_request(givers: list[Rank], takers: list[Rank], driver: EmulatedDriver,
     taken = [taker.start(LENGTH) for taker in takers]
     gate = driver.gate(copies)
     for cache in filled + taken:
-        cache.cuda_stream = copies  # behind all that its own stream has queued, and before whoever gets its pages next
+        cache.cuda_stream = copies  # after all work of its own stream, and before the next user of its pages
     for taker, cache in zip(takers, taken, strict=True):
         plans = [match_page_tables(giver.table, taker.table) for giver in givers]
         assert missing_buffers(taker.table, plans) == []
@@ -149,7 +149,7 @@ def test_equal_ranks_move_whole_slots() -> None:
 
 
 def test_ranks_with_nothing_in_common() -> None:
-    """Other layers, or other heads: an empty plan; what nobody brings is named."""
+    """Other layers, or other heads: an empty plan; missing buffers are named."""
     one, two = table(Split(HALVES, 1, TOKENS_FIRST), 0), table(Split(HALVES, 1, TOKENS_FIRST), 1)
     assert match_page_tables(one, two).pairings == []
     low, high = table(Split(WHOLE, 2, TOKENS_FIRST), 0), table(Split(WHOLE, 2, TOKENS_FIRST), 1)

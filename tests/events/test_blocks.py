@@ -164,7 +164,7 @@ class TestGroups:
         assert brief(events_of(manager)) == [("stored", 0, names), ("removed", 0, names)] * 2
 
     def test_removal_of_a_subtree_names_what_was_announced(self) -> None:
-        """Full attention loses a block: it and all behind it, each once; only what was announced."""
+        """If full attention loses a block, it and its announced descendants are removed, each once."""
         manager, cache = make(2, FULL, window(8))
         path = cache.store(toks(0, 8))
         cache.lose(path[2], 1)

@@ -174,7 +174,7 @@ def test_removal_names_what_was_stored() -> None:
 
 
 def test_v1_of_a_child_after_its_parent_went() -> None:
-    """A child needs its parent's hash even if nobody named the parent before it was removed."""
+    """A child needs its parent's hash even if the parent was not hashed before it was removed."""
     manager = KVCacheEventManager(10, hash_algo="v1_block_key")
     cache = Cache(4, FULL, listener=manager)
     path = cache.store(toks(1, 7), without=[0])

@@ -220,7 +220,7 @@ def test_a_take_over_is_a_move_to_the_gpu() -> None:
 
 
 def test_compaction_is_silent() -> None:
-    """Pages that move within a level, to let go of the level's end, are no news."""
+    """Pages that move within a level, as when it shrinks, are not reported."""
     with two_groups(32 * MIB) as rig:
         rig.seed(toks(0, 16))
         rig.seed(toks(100, 132))

@@ -71,7 +71,7 @@ def test_values_differ_by_content() -> None:
 
 
 def test_records_are_frozen() -> None:
-    """What a reader sees nobody changes."""
+    """Records that a reader has do not change."""
     for value, name in [(UniqueToken(5), "token_id"), (block(), "block_hash"), (KVCacheRemovedData([1]), "block_hashes")]:
         with pytest.raises(AttributeError):
             setattr(value, name, 1)

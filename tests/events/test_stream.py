@@ -14,7 +14,7 @@ from kv_cache_manager_v2.events.records import KVCacheEvent, KVCacheEventDiff, K
 from tests.events.helpers import brief, events_of, stored, unique
 from tests.reuse.helpers import FULL, Cache, toks, window
 
-WAIT = 30.0  # seconds after which a thread that should have ended is given up
+WAIT = 30.0  # seconds after which a test fails if a thread has not ended
 
 
 def record(name: int) -> KVCacheStoredBlockData:
@@ -170,7 +170,7 @@ class TestCapacity:
             manager.snapshot_events()
 
     def test_without_flush_nothing_grows_for_ever(self) -> None:
-        """Events that nobody flushes are bounded like those that nobody reads."""
+        """Events without a flush are bounded, like events without a reader."""
         manager = KVCacheEventManager(4)
         cache = Cache(2, FULL, listener=manager)
         for number in range(20):
@@ -226,7 +226,7 @@ class TestReaders:
         results: Queue[list[KVCacheEvent]] = Queue()
         reader = threading.Thread(target=lambda: results.put(manager.get_latest_events()), daemon=True)
         reader.start()
-        manager.flush_iteration_events()  # nothing happened: nobody wakes
+        manager.flush_iteration_events()  # no event: no reader wakes
         manager.add_created_event([1])
         manager.flush_iteration_events()
         events = results.get(timeout=WAIT)
@@ -248,7 +248,7 @@ class TestReaders:
         assert KVCacheEventManager(10).get_latest_events(1) == []
 
     def test_events_reach_one_of_many_readers(self) -> None:
-        """Readers share the stream: each event is taken once, whoever takes it, while blocks come and go."""
+        """Readers share the stream: each event is returned once, to one of them, while blocks come and go."""
         manager = KVCacheEventManager(100_000, hash_algo="v2_blake3")
         cache = Cache(2, FULL, listener=manager)
         taken: Queue[list[KVCacheEvent]] = Queue()

@@ -137,7 +137,7 @@ class Cache:
     ) -> list[Block]:
         """Commit a whole prompt with a page of every life cycle in every block, but for those named in `without`.
 
-        A snapshot is taken behind the last token only. Stops at a partial block that a longer one covers.
+        A snapshot is taken after the last token only. Stops at a partial block that a longer one covers.
         """
         size = self.tree.tokens_per_block
         node = self.tree.root(scope)

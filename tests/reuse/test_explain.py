@@ -17,7 +17,7 @@ TIERS = [CacheTier.GPU_MEM, CacheTier.HOST_MEM]
 
 
 class Asked:
-    """A tree with a history of drops, and somebody who asks."""
+    """A tree with a history of drops, and explanations of matches."""
 
     def __init__(self, size: int, *kinds: tuple[str, int, int], limit: int = 100) -> None:
         self.notes = Notes()
@@ -206,7 +206,7 @@ def test_what_is_listened_to_goes_on_to_the_listener() -> None:
 
 class TestManager:
     def test_eviction_is_explained(self) -> None:
-        """Through the public face: what a GPU of four slots dropped for somebody else."""
+        """Through the public face: a block that a GPU of four slots dropped for another request."""
         config = dataclasses.replace(small(4), miss_history=10)
         with Rig(config) as rig:
             rig.seed(toks(0, 16))

@@ -121,7 +121,7 @@ class TestWindows:
         assert [bare.probe(toks(0, n)) for n in (96, 95, 64, 31)] == [96, 64, 64, 0]
 
     def test_sinks_are_always_needed(self) -> None:
-        """A path without its sinks has no endpoint at all behind them."""
+        """A path without its sinks has no match that ends after them."""
         cache = Cache(4, FULL, window(4, sink_blocks=1))
         path = cache.store(toks(0, 16), without=[1])
         for block in path[1:]:
@@ -243,7 +243,7 @@ def test_keys_that_several_blocks_share_lead_to_the_longest_match(order: tuple[i
 
 
 def test_matching_changes_nothing() -> None:
-    """A probe is read-only: no pin, no page call, no node, not even for a scope nobody knew."""
+    """A probe is read-only: no pin, no page call, no node, not even for an unknown scope."""
     cache = Cache(4, FULL, window(4))
     path: list[Block] = cache.store(toks(0, 12))
     before = (cache.tree.num_blocks, len(cache.keeper.adopted), len(cache.tree.roots()), [block.pins for block in path])

@@ -161,7 +161,7 @@ def test_integers_beyond_every_word_are_refused() -> None:
 
 
 def test_the_range_of_a_buffer_may_be_checked_later() -> None:
-    """`pack_unchecked` leaves the ids of a buffer to `check_range`, which may begin behind what is known to be good."""
+    """`pack_unchecked` leaves the ids of a buffer to `check_range`, which may begin after ids that are known to be in range."""
     buffer = np.array([-5, 1, 2, 3], dtype=np.int32)
     sequence = pack_unchecked(buffer)
     check_range(sequence, 1)

@@ -98,7 +98,7 @@ class TestInsertion:
 
 class TestPageSlots:
     def test_coverage_only_grows(self) -> None:
-        """A page is replaced by a wider one only; ties keep the old one; what is replaced is orphaned."""
+        """A page is replaced only by one with more coverage; the replaced page is unlisted."""
         cache = Cache(8, FULL, window(4))
         [block] = cache.store(toks(0, 8), without=[0, 1])
         first = cache.give(block, 1, 4)
@@ -113,7 +113,7 @@ class TestPageSlots:
         assert not first.alive()
 
     def test_a_replaced_page_in_use_lives_on_unlisted(self) -> None:
-        """Its user keeps it; the block no longer knows it, and its end is nobody's business."""
+        """A replaced page stays with its user; the block does not list it, and its end changes nothing."""
         cache = Cache(8, FULL)
         [block] = cache.store(toks(0, 8), without=[0])
         old = cache.give(block, 0, 4)
@@ -222,7 +222,7 @@ class TestLoss:
         assert cache.tree.find_root(EMPTY_SCOPE) is None
 
     def test_a_sink_page_ends_the_path(self) -> None:
-        """Sinks are needed for ever: losing one takes the subtree; behind them only the entry goes."""
+        """Losing a sink drops the subtree; losing a later page of a window only unlists it."""
         cache = Cache(4, window(8, sink_blocks=2))
         path = cache.store(toks(0, 20))
         cache.lose(path[2])
@@ -346,7 +346,7 @@ class TestClear:
         assert cache.tree.roots() == []
 
     def test_chains_branches_and_roots(self) -> None:
-        """All blocks are orphaned, all pages given back, every root gone."""
+        """Clearing detaches all blocks, unlists all pages and removes every root."""
         cache = Cache(2, FULL)
         paths = [cache.store(toks(0, 6)), cache.store([0, 1, 7, 8])]
         paths.append(cache.store(toks(0, 4), ReuseScope(1)))
