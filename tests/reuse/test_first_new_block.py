@@ -26,7 +26,7 @@ def other(length: int) -> list[Token]:
 
 @pytest.mark.parametrize("kinds", [["full"], [(4, 0)], ["full", (4, 0)]])
 def test_the_probe_names_the_block_that_is_stored_first(kinds: list[Kind]) -> None:
-    """Before the commit the first block; afterwards the first block after the cached ones; None for a prompt that fills no new block."""
+    """Before the commit the first block; then the first one after the cached ones; None for a prompt that fills no new block."""
     with Rig(small(32, kinds=kinds)) as rig:
         tokens = toks(0, 16)
         assert first_new(rig, tokens) == chain(tokens)[0]
