@@ -1,7 +1,7 @@
 """Questions of tests and tools about the internal state of a manager, and calls that stage a state for a test.
 
 A question changes nothing and returns plain records. A call that changes something has a name that says so (`make_`, `close_`,
-`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines, and internal structures may change. Each
+`set_`, `force_`). Nothing here is part of the interface for engines, and internal structures may change. Each
 call takes the manager's lock, so another thread may ask while the engine works.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kv_cache_manager_v2.config import BatchDesc, SwaScratchReuseConfig
-from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.errors import ConfigError, OutOfPagesError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheLevel, LifeCycleId, PageStatus, PoolGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout import sizing
@@ -281,25 +281,6 @@ def reuse_match_planned_drop_counts(
         found = match(manager.shared.tree, scope or ReuseScope(), pack(tokens), enable_partial, 0)
         pages = [block.page(life_cycle) for block in found.blocks]
         return [0 if page is None else page.plans for page in pages]
-
-
-def lose_page(manager: KVCacheManager, page: Page) -> None:
-    """Drop a cached page with all consequences, as if it had been evicted. Raises LogicError if no block lists it."""
-    with manager.shared.lock:
-        if page.owner is None:
-            raise LogicError("no block of the tree lists this page")
-        manager.shared.tree.drop_page(page)
-
-
-def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
-    """Reduce the coverage of a block's page. Raises ConfigError for a coverage that is not smaller, or below 1."""
-    with manager.shared.lock:
-        page = block.page(life_cycle)
-        if page is None or not 0 < coverage < page.coverage:
-            raise ConfigError(f"coverage {coverage} is out of range: the page has {0 if page is None else page.coverage}")
-        page.coverage = coverage
-        manager.shared.tree.hide(block)  # both recount what the block's pages are good for
-        manager.shared.tree.show(block)
 
 
 # --- staged blocks

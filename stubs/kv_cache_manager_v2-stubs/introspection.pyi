@@ -1,7 +1,7 @@
 """Questions of tests and tools about the internal state of a manager, and calls that stage a state for a test.
 
 A question changes nothing and returns plain records. A call that changes something has a name that says so (`make_`, `close_`,
-`set_`, `force_`, `lose_`, `narrow_`). Nothing here is part of the interface for engines, and internal structures may change. Each
+`set_`, `force_`). Nothing here is part of the interface for engines, and internal structures may change. Each
 call takes the manager's lock, so another thread may ask while the engine works.
 """
 
@@ -129,12 +129,6 @@ def reuse_match_planned_drop_counts(
     manager: KVCacheManager, scope: ReuseScope | None, tokens: Tokens, life_cycle: int, enable_partial: bool = False
 ) -> list[int]:
     """How many planned drops name the life cycle's page in each matched block; 0 where there is none."""
-
-def lose_page(manager: KVCacheManager, page: Page) -> None:
-    """Drop a cached page with all consequences, as if it had been evicted. Raises LogicError if no block lists it."""
-
-def narrow_page(manager: KVCacheManager, block: Block, life_cycle: int, coverage: int) -> None:
-    """Reduce the coverage of a block's page. Raises ConfigError for a coverage that is not smaller, or below 1."""
 
 class StagedBlock:
     """A block that a test put into the tree, with real GPU pages of undefined contents. Opaque."""

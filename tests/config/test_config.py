@@ -242,6 +242,8 @@ def test_ratio_counts_layer_groups_not_pools_or_layers() -> None:
         ("rebalance_cooldown_secs", -1.0),
         ("rebalance_cooldown_secs", math.inf),
         ("rebalance_cooldown_secs", math.nan),
+        ("rebalance_ratio_threshold", math.nan),
+        ("rebalance_moving_average_decay", math.nan),
         ("rebalance_target_ratio_update_interval", 0),
         ("rebalance_ratio_threshold", 1.0),
         ("rebalance_ratio_threshold", math.inf),
@@ -297,6 +299,8 @@ def test_assignments_are_checked_again() -> None:
     config.tokens_per_block = 0
     with pytest.raises(ConfigError, match="tokens_per_block is 0"):
         config.validate()
+    with pytest.raises(ConfigError, match="tokens_per_block is 0"):
+        KVCacheManager(config, driver=EmulatedDriver())
 
 
 def test_numpy_integers_become_ints() -> None:

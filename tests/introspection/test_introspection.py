@@ -10,7 +10,6 @@ from kv_cache_manager_v2 import (
     ConfigError,
     KVCacheDesc,
     KVCacheManager,
-    LogicError,
     OutOfPagesError,
     PageStatus,
     ReuseScope,
@@ -18,6 +17,7 @@ from kv_cache_manager_v2 import (
     introspection,
 )
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
+from tests.support import inside
 from tests.support.rig import DISK, GPU, HOST, KIB, MIB, Rig, attention, model, small, ssm, toks
 
 FULL_AND_WINDOW = ("full", (8, 0))
@@ -101,10 +101,8 @@ def test_committed_page_is_linked_until_the_tree_loses_it() -> None:
         path = introspection.tree_path(rig.manager, toks(0, 16))
         page = introspection.page_of(path[3], window)
         assert page is not None
-        introspection.lose_page(rig.manager, page)
+        inside.drop(rig.manager, page)
         assert introspection.committed_page_is_linked(cache, 3, window) is False
-        with pytest.raises(LogicError, match="no block"):
-            introspection.lose_page(rig.manager, page)
 
 
 def test_commits_are_allowed_until_they_stop() -> None:
@@ -169,17 +167,6 @@ def test_planned_drops_are_counted_by_page() -> None:
         assert introspection.reuse_match_planned_drop_counts(rig.manager, None, toks(0, 16), rig.group(0)) == [0] * 4
         handle.drop()
         assert introspection.reuse_match_planned_drop_counts(rig.manager, None, toks(0, 16), rig.group(1)) == [0] * 4
-
-
-def test_a_narrowed_page_matches_less() -> None:
-    with Rig(small(8)) as rig:
-        rig.seed(toks(0, 8))
-        (_first, last) = introspection.tree_path(rig.manager, toks(0, 8))
-        introspection.narrow_page(rig.manager, last, 0, 3)
-        assert rig.probe(toks(0, 8)) == 7
-        for wrong in (0, 3, 4):
-            with pytest.raises(ConfigError, match=f"coverage {wrong}"):
-                introspection.narrow_page(rig.manager, last, 0, wrong)
 
 
 # --- staged blocks

@@ -274,6 +274,8 @@ def test_value_objects() -> None:
     assert isinstance(buffer, tuple)
     assert (buffer, hash(buffer), buffer[1], len(buffer)) == ((1, "key"), hash((1, "key")), "key", 2)
     assert pickle.loads(pickle.dumps(buffer)) == buffer
+    with pytest.raises(AttributeError):
+        buffer.layer_id = LayerId(4)  # type: ignore[misc]
     for scope in (ReuseScope(), ReuseScope(1, 2), ReuseScope(None, (1 << 64) - 1)):
         assert pickle.loads(pickle.dumps(scope)) == scope == copy.deepcopy(scope)
         assert hash(scope) == hash(copy.copy(scope))

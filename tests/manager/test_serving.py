@@ -7,7 +7,6 @@ import random
 import pytest
 
 from kv_cache_manager_v2 import GpuCacheTierConfig, HostCacheTierConfig
-from tests.support import inside
 from tests.support.engine import Token
 from tests.support.rig import KIB, MIB, Request, Rig, attention, mixed, model, toks
 
@@ -126,105 +125,4 @@ def test_a_second_pass_hits_everything() -> None:
             assert rig.extend(tokens) == 1000
 
 
-def test_layers_of_different_block_lengths() -> None:
-    """128 tokens a block with a layer of 64: 163 of prompt and 97 decoded, then all 260 are reused."""
-    layers = [attention(0, 16 * KIB, 16 * KIB), attention(1, 8 * KIB, 8 * KIB, override=64)]
-    with Rig(model(layers, tokens_per_block=128)) as rig:
-        tokens = mixed(0, 260)
-        request = rig.start(tokens[:163])
-        assert request.advance(tokens[:163])
-        for position in range(163, 260):
-            assert request.advance(tokens[position : position + 1])
-        request.check()
-        request.close()
-        again = rig.start([*tokens, *toks(5000, 5079)])
-        assert len(again.tokens) == 260
-        assert again.advance(toks(5000, 5079))
-        again.check()
-
-
 # --- coverage of pages: a conversation's endpoints survive its longer and shorter turns (32 tokens a block, window 16 and full)
-
-
-def conversation() -> Rig:
-    return Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=16)], min_snapshot=True))
-
-
-@pytest.mark.parametrize("by", ["commit", "reuse"])
-def test_a_wider_page_takes_the_place_of_a_narrower_one(by: str) -> None:
-    """An endpoint's page of 8 tokens is superseded by one of 16, then of 32: the old ones leave the tree though still held."""
-    with conversation() as rig:
-        tokens = toks(0, 32)
-        rig.extend(tokens[:8])
-        holder = rig.create(tokens[:8])
-        (block,) = inside.tree_blocks(rig.manager, tokens)
-        old = inside.page_of(block, 1)
-        assert old is not None
-        for length in (16, 32):
-            if by == "commit":
-                rig.seed(tokens[:length])
-            else:
-                assert rig.extend(tokens[:length]) == length // 2
-            assert inside.coverage(rig.manager, tokens, 1) == [length]
-            assert old.owner is None
-            assert old.alive()
-        assert holder.num_committed_tokens == 8
-        holder.close()
-        assert not old.alive()
-        assert rig.probe(tokens) == 32
-
-
-@pytest.mark.parametrize("order", ["short first", "long first"])
-def test_a_rewind_endpoint_survives_the_longer_turn(order: str) -> None:
-    """The endpoint at 80 survives the one at 160, made before or after it: the full layer's page covers 32 there, the window's
-    16."""
-    with conversation() as rig:
-        tokens = toks(0, 160)
-        for length in (80, 160) if order == "short first" else (160, 80):
-            request = rig.start(tokens[:length])
-            rest = tokens[len(request.tokens) : length]
-            assert not rest or request.advance(rest)
-            request.check()
-            request.close()
-        assert rig.probe(tokens) == 160
-        assert rig.probe(tokens[:80] + toks(900, 950)) == 80
-        assert inside.coverage(rig.manager, tokens, 0)[2] == 32
-        assert inside.coverage(rig.manager, tokens, 1)[2] == 16
-        again = rig.start(tokens[:80] + toks(900, 950))
-        again.check()
-        assert again.advance(toks(900, 950))
-        again.check()
-
-
-def test_a_stale_page_never_limits_a_match() -> None:
-    """Window of one token at an exact boundary: the window page that covers 16 of a block's tokens does not limit a match of 96."""
-    with Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=1)], min_snapshot=True)) as rig:
-        tokens = toks(0, 96)
-        rig.extend(tokens[:80])
-        assert rig.extend(tokens) == 80
-        assert rig.probe(tokens) == 96
-        assert inside.coverage(rig.manager, tokens, 0) == [32, 32, 32]
-        again = rig.start(tokens)
-        again.check()
-
-
-def test_backoff_looks_at_the_windows_again() -> None:
-    """Window 33, back-off 1: 96 goes to 95, where block 1 is needed again, of which the window page has 16 tokens: 48 are
-    reused."""
-    with Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=33)], min_snapshot=True, backoff=1)) as rig:
-        tokens = toks(0, 96)
-        rig.seed(tokens[:48])
-        rig.seed(tokens)
-        assert inside.coverage(rig.manager, tokens, 1) == [32, 16, 32]
-        assert rig.probe(tokens) == 48
-
-
-def test_coverage_only_grows() -> None:
-    """An endpoint's page covers 16, then 24 tokens of a block, and never 16 again."""
-    with conversation() as rig:
-        tokens = toks(0, 88)
-        seen = []
-        for length in (80, 88, 80):
-            rig.extend(tokens[:length])
-            seen.append(inside.coverage(rig.manager, tokens, 1)[2])
-        assert seen == [16, 24, 24]

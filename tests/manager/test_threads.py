@@ -11,8 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache
-from kv_cache_manager_v2.device.timeline import Timeline
-from kv_cache_manager_v2.ids import NULL_POINT
 from tests.support import inside
 from tests.support.rig import GPU, MIB, Rig, attention, model, small, toks
 
@@ -174,29 +172,6 @@ def test_threads_serve_their_own_requests() -> None:
         run_all([serve(index) for index in range(8)])
         rig.manager.check_invariants()
         assert rig.manager.num_open_caches == 0
-
-
-def test_the_null_point() -> None:
-    """The point that is no point: done, merged away, and waiting for it is a no-op, on the host and on a stream; a real one is
-    done after
-    the host waited for it, and stays so."""
-    with Rig(small(4)) as rig:
-        timeline = Timeline(rig.driver)
-        assert timeline.done(NULL_POINT)
-        timeline.wait(rig.stream, NULL_POINT)
-        timeline.synchronize(NULL_POINT)
-        gate = rig.driver.gate(rig.stream)
-        ran: list[int] = []
-        rig.driver.launch(rig.stream, lambda: ran.append(1))
-        point = timeline.record(rig.stream)
-        assert not timeline.done(point)
-        assert timeline.merge(point, NULL_POINT) == point == timeline.merge(NULL_POINT, point)
-        gate.open()
-        timeline.synchronize(point)
-        assert timeline.done(point)
-        assert ran == [1]
-        assert timeline.merge(point, NULL_POINT) == NULL_POINT
-        timeline.close()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache
-from tests.support.rig import GPU, HOST, Kind, Rig, small, toks
+from tests.support.rig import GPU, Kind, Rig, small, toks
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0))])
@@ -100,18 +100,6 @@ def test_a_wider_snapshot_takes_the_slot_of_the_one_that_it_replaces() -> None:
         assert rig.probe(toks(0, 3)) == 3
         waste.close()
         request.close()
-
-
-def test_prefetch_to_the_level_where_everything_is_changes_nothing() -> None:
-    """Pages on the level asked for stay; a False never comes of it."""
-    with Rig(small(4, host_slots=4)) as rig:
-        request = rig.start()
-        assert request.advance(toks(0, 8))
-        request.suspend()
-        before = rig.manager.movement.pages_moved(0, 1)
-        assert request.cache.prefetch(HOST)
-        assert request.cache.prefetch(GPU)
-        assert rig.manager.movement.pages_moved(0, 1) == before
 
 
 def test_slots_stay_busy_where_the_device_neither_marks_a_stream_nor_waits_for_it() -> None:

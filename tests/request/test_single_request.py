@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import (
-    BufferId,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
-    LayerId,
     OutOfPagesError,
     PageStatus,
 )
 from kv_cache_manager_v2.config import LayerConfig
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import KEY, KIB, MIB, Rig, attention, mixed, model, small, toks
+from tests.support.rig import KIB, MIB, Rig, attention, mixed, model, small, toks
 
 
 def alternating(count: int, *sizes: int, window: int, sink: int) -> list[LayerConfig]:
@@ -104,18 +102,6 @@ def test_the_priority_callback_gets_the_life_cycle() -> None:
         request = rig.start(None, None, priority)
         assert request.advance(toks(0, 12))
         assert sorted(ordinal for ordinal, _ in asked) == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_buffer_id_is_a_tuple() -> None:
-    """Equality, hash, length and indexing are those of the plain tuple; setting a field raises AttributeError."""
-    buffer = BufferId(LayerId(3), KEY)
-    assert buffer == (3, "key")
-    assert hash(buffer) == hash((3, "key"))
-    assert {(3, "key"): 1}[buffer] == 1
-    assert len(buffer) == 2
-    assert (buffer[0], buffer[1]) == (3, "key")
-    with pytest.raises(AttributeError):
-        buffer.layer_id = LayerId(4)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("own_buffer", [False, True])

@@ -56,14 +56,6 @@ def test_the_querys_own_chain(shared: int, backoff: int) -> None:
         assert first_new(rig, query) == chain(query)[reusable // 4]
 
 
-def test_nothing_new() -> None:
-    """3 tokens: no block; 8 cached and the same 8 asked: none."""
-    with Rig(small(16)) as rig:
-        rig.seed(toks(0, 8))
-        assert first_new(rig, toks(0, 3)) is None
-        assert first_new(rig, toks(0, 8)) is None
-
-
 def test_a_hole_in_the_window() -> None:
     """Full and window 4: block 1 is there, but its window page is not. 4 tokens are reusable, and block 1 is the first new one."""
     with Rig(small(16, kinds=["full", (4, 0)])) as rig:

@@ -66,16 +66,6 @@ class TestBackoff:
         assert cache.probe(toks(0, 12)) == 12
         assert cache.probe(toks(0, 12), backoff=1) == 8
 
-    def test_back_off_makes_a_stale_block_needed(self) -> None:
-        """One token less and a block re-enters the window, with what its page covers."""
-        cache = Cache(32, FULL, window(33))
-        path = cache.store(toks(0, 96), without=[1])
-        cache.give(path[0], 1, 32)
-        cache.give(path[1], 1, 16)
-        cache.give(path[2], 1, 32)
-        assert cache.probe(toks(0, 96)) == 96
-        assert cache.probe(toks(0, 96), backoff=1) == 48
-
 
 class TestWindows:
     def test_middle_pages_may_be_gone(self) -> None:
@@ -129,16 +119,6 @@ class TestWindows:
         assert cache.probe(toks(0, 16)) == 0
         cache.give(path[0], 1, 4)
         assert cache.probe(toks(0, 16)) == 16
-
-    def test_best_sibling_not_first_sibling(self) -> None:
-        """The prompt's own last block has lost its window page; another branch still serves the shared part."""
-        cache = Cache(8, FULL, window(8))
-        first = cache.store([*toks(0, 12), 1, 1, 1, 1])
-        second = cache.store([*toks(0, 12), 2, 2, 2, 2])
-        cache.lose(second[1], 1)
-        found = cache.match([*toks(0, 12), 2, 2, 2, 2])
-        assert (found.num_tokens, found.blocks) == (12, first)
-        assert found.divergence == 16
 
 
 class TestIdentity:

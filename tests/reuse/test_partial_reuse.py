@@ -286,3 +286,64 @@ def test_whole_prompt_cached(partial: bool) -> None:
         request.close()
         assert rig.reused(toks(0, 12)) == 12
         assert inside.num_tree_blocks(rig.manager) == 3
+
+
+def conversation() -> Rig:
+    return Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=16)], min_snapshot=True))
+
+
+@pytest.mark.parametrize("by", ["commit", "reuse"])
+def test_a_wider_page_takes_the_place_of_a_narrower_one(by: str) -> None:
+    """An endpoint's page of 8 tokens is superseded by one of 16, then of 32: the old ones leave the tree though still held."""
+    with conversation() as rig:
+        tokens = toks(0, 32)
+        rig.extend(tokens[:8])
+        holder = rig.create(tokens[:8])
+        (block,) = inside.tree_blocks(rig.manager, tokens)
+        old = inside.page_of(block, 1)
+        assert old is not None
+        for length in (16, 32):
+            if by == "commit":
+                rig.seed(tokens[:length])
+            else:
+                assert rig.extend(tokens[:length]) == length // 2
+            assert inside.coverage(rig.manager, tokens, 1) == [length]
+            assert old.owner is None
+            assert old.alive()
+        assert holder.num_committed_tokens == 8
+        holder.close()
+        assert not old.alive()
+        assert rig.probe(tokens) == 32
+
+
+@pytest.mark.parametrize("order", ["short first", "long first"])
+def test_a_rewind_endpoint_survives_the_longer_turn(order: str) -> None:
+    """The endpoint at 80 survives the one at 160, made before or after it: the full layer's page covers 32 there, the window's
+    16."""
+    with conversation() as rig:
+        tokens = toks(0, 160)
+        for length in (80, 160) if order == "short first" else (160, 80):
+            request = rig.start(tokens[:length])
+            rest = tokens[len(request.tokens) : length]
+            assert not rest or request.advance(rest)
+            request.check()
+            request.close()
+        assert rig.probe(tokens) == 160
+        assert rig.probe(tokens[:80] + toks(900, 950)) == 80
+        assert inside.coverage(rig.manager, tokens, 0)[2] == 32
+        assert inside.coverage(rig.manager, tokens, 1)[2] == 16
+        again = rig.start(tokens[:80] + toks(900, 950))
+        again.check()
+        assert again.advance(toks(900, 950))
+        again.check()
+
+
+def test_backoff_looks_at_the_windows_again() -> None:
+    """Window 33, back-off 1: 96 goes to 95, where block 1 is needed again, of which the window page has 16 tokens: 48 are
+    reused."""
+    with Rig(model([attention(0, 4 * KIB), attention(1, 4 * KIB, window=33)], min_snapshot=True, backoff=1)) as rig:
+        tokens = toks(0, 96)
+        rig.seed(tokens[:48])
+        rig.seed(tokens)
+        assert inside.coverage(rig.manager, tokens, 1) == [32, 16, 32]
+        assert rig.probe(tokens) == 48

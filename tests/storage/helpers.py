@@ -193,3 +193,9 @@ def pattern(value: int, pool: int, size: int) -> bytes:
     """`size` bytes that differ with every argument."""
     unit = (value * 31 + pool + 1).to_bytes(8, "little") + bytes([value & 255, pool, size & 255])
     return (unit * (size // len(unit) + 1))[:size]
+
+
+def settle_all(rig: Rig) -> None:
+    """Run all queued work, and let the hierarchy see that it is done."""
+    rig.driver.synchronize()
+    rig.hierarchy.settle()

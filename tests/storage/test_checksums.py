@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,9 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import resize_level
 from kv_cache_manager_v2.storage.tiers import make_tier
-from tests.storage.helpers import Rig
+from tests.storage.helpers import Rig, settle_all
 
 PAGES = 250  # on disk at once
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    made: list[Rig] = []
-    yield made
-    for rig in made:
-        rig.check()
-        rig.close()
-
-
-def settle_all(rig: Rig) -> None:
-    rig.driver.synchronize()
-    rig.hierarchy.settle()
 
 
 def move_to(rig: Rig, pages: list[Page], level: int) -> None:

@@ -9,8 +9,6 @@ import pytest
 from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
-from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -26,31 +24,6 @@ def build(driver: EmulatedDriver, path: str) -> Hierarchy:
         sizing.slots = [5, 7]
         sizings.append(sizing)
     return Hierarchy(driver, Timeline(driver), layout, sizings, tiers, MovementCounters(2, 3))
-
-
-@pytest.mark.parametrize("call", ["reserve", "create_chunk", "map_chunk", "set_access", "host_register"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_refused_memory_leaves_nothing_behind(call: str, nth: int, tmp_path: Path) -> None:
-    driver = EmulatedDriver()
-    driver.fail(call, nth)
-    with pytest.raises(KVCacheError):
-        build(driver, str(tmp_path))
-    driver.close()
-
-
-def test_disk_path_that_vanished(tmp_path: Path) -> None:
-    directory = tmp_path / "cache"
-    directory.mkdir()
-    driver = EmulatedDriver()
-    tier = DiskCacheTierConfig(1 << 20, str(directory))
-    layout, _config = make_layout(((64,),), [GpuCacheTierConfig(4 << 20), tier])
-    gpu, disk = LevelSizing(CacheTier.GPU_MEM, 1, 4 << 20, 2 << 20), LevelSizing(CacheTier.DISK, 1, 1 << 20, 2 << 20)
-    gpu.slots = [1]
-    disk.slots = [1]
-    directory.rmdir()
-    with pytest.raises(KVCacheError, match="does not exist"):
-        Hierarchy(driver, Timeline(driver), layout, [gpu, disk], [GpuCacheTierConfig(4 << 20), tier], MovementCounters(1, 2))
-    driver.close()
 
 
 def test_closing_twice_and_without_use(tmp_path: Path) -> None:

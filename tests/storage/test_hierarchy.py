@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, PageStatus
 from kv_cache_manager_v2.storage.page import Page
 from tests.storage.helpers import FakeBlock, Rig
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    """Rigs that a test makes, checked and closed at the end."""
-    made: list[Rig] = []
-    yield made
-    for rig in made:
-        rig.check()
-        rig.close()
 
 
 def make(rigs: list[Rig], *args: object, **kwargs: object) -> Rig:

@@ -10,11 +10,8 @@ import pytest
 from kv_cache_manager_v2 import (
     ConfigError,
     DiskCacheTierConfig,
-    EmulatedDriver,
     GpuCacheTierConfig,
     HostCacheTierConfig,
-    KVCacheManager,
-    KVCacheManagerConfig,
     LogicError,
 )
 from kv_cache_manager_v2.config import LayerConfig
@@ -269,49 +266,6 @@ def test_content_survives_a_rebalance(skew: float) -> None:
         again.check()
 
 
-@pytest.mark.parametrize(("min_samples", "cooldown", "threshold"), [(5000, 60, 1.25), (10, 10_000, 1.25), (10, 60, 10.0)])
-def test_each_gate_holds_by_itself(min_samples: int, cooldown: float, threshold: float) -> None:
-    """Too few samples, too early, or too small a skew: no adjustment."""
-    rig, clock = rebalanced(two_windows(), min_samples=min_samples, cooldown=cooldown, threshold=threshold)
-    with rig:
-        serve(rig, 40, 64)
-        clock.now += 61
-        assert not due(rig)
-
-
-def test_samples_equal_to_the_minimum_are_enough() -> None:
-    """The boundary itself allows an adjustment; one request less does not."""
-    rig, clock = rebalanced(two_windows(), min_samples=10)
-    with rig:
-        clock.now += 61
-        serve(rig, 9, 64)
-        assert not due(rig)
-        serve(rig, 1, 64, lambda number: 5000)
-        assert due(rig)
-
-
-def test_excluded_caches_teach_nothing() -> None:
-    """A dummy of 64 blocks, excluded from the statistics, leaves the pools alone; the same request, not excluded, moves them."""
-    layers: list[LayerConfig] = [attention(0, 8 * KIB, window=4096), attention(1, 8 * KIB + 4)]
-    rig, clock = rebalanced(layers, min_samples=1, gpu=64 * MIB)
-    with rig:
-        rig.manager.tuner.num_samples = 2001
-        clock.now += 61
-        rig.manager.tuner.set_gpu_weights([0.5, 0.5])
-        rig.manager.adjust()
-        clock.now += 61
-        assert not due(rig)
-        rig.manager.mark_stats_excluded(7)
-        cache = rig.create(None, id=7)
-        assert cache.resume(rig.stream)
-        assert cache.resize(64 * 32 * 4, 64 * 32 * 4)
-        cache.close()
-        assert not due(rig)
-        rig.manager.clear_stats_excluded(7)
-        serve(rig, 1, 64 * 32 * 4)
-        assert due(rig)
-
-
 def test_equal_histories_give_equal_decisions() -> None:
     """Two ranks that saw the same requests agree on when and how."""
     results = []
@@ -331,22 +285,6 @@ def test_equal_histories_give_equal_decisions() -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("turns", [6])
-def test_no_grain_is_lost_over_rebalances(turns: int) -> None:
-    """However often the pools are divided anew, the bytes in use are those of the quota, to the grain."""
-    rig, clock = rebalanced(two_windows())
-    with rig:
-        for turn in range(turns):
-            weights = [0.8, 0.2] if turn % 2 else [0.2, 0.8]
-            rig.manager.tuner.num_samples = 1000
-            rig.manager.tuner.set_gpu_weights(weights)
-            clock.now += 61
-            assert rig.manager.adjust()
-            assert rig.manager.get_quota(GPU) == 16 * MIB
-            used = sum(math.ceil(count * size / (2 * MIB)) for count, size in zip(totals(rig), (8 * KIB, 2 * KIB), strict=True))
-            assert used == 8
-
-
 INVALID = [
     ("rebalance_min_sampled_kv_caches", -1),
     ("rebalance_cooldown_secs", -1.0),
@@ -360,16 +298,3 @@ INVALID = [
     ("rebalance_ratio_threshold", math.nan),
     ("rebalance_moving_average_decay", math.nan),
 ]
-
-
-@pytest.mark.parametrize(("field", "value"), INVALID)
-def test_invalid_settings(field: str, value: float) -> None:
-    """Each is refused, by name, when configured and when a manager is made of a configuration that was changed since."""
-    base = model(two_windows())
-    values = {"tokens_per_block": base.tokens_per_block, "cache_tiers": base.cache_tiers, "layers": base.layers, field: value}
-    with pytest.raises(AssertionError, match=field) as refused:
-        KVCacheManagerConfig(**values)  # type: ignore[arg-type]
-    assert isinstance(refused.value, ConfigError)
-    setattr(base, field, value)
-    with pytest.raises(ConfigError, match=field):
-        KVCacheManager(base, driver=EmulatedDriver())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import ResizeResult, resize_level, resize_levels
 from tests.storage.helpers import Rig
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    made: list[Rig] = []
-    yield made
-    for rig in made:
-        rig.check()
-        rig.close()
 
 
 def sizing_of(rig: Rig, level: int, slots: list[int]) -> LevelSizing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,10 @@ from kv_cache_manager_v2 import (
     PageDataLostError,
 )
 from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
-from kv_cache_manager_v2.device.arenas import HostArena
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
 from kv_cache_manager_v2.storage.copier import PIECE_BYTES
 from tests.support import inside
-from tests.support.rig import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, slot_size, small, toks
+from tests.support.rig import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, small, toks
 
 NUM_PIECES = DEFAULT_RING_BYTES // PIECE_BYTES
 
@@ -253,62 +251,7 @@ def test_any_number_of_bytes(tmp_path: object, size: int) -> None:
         first.check()
 
 
-def test_one_byte_in_each_direction(tmp_path: Path) -> None:
-    """The driver itself: one byte, either way, and no copies at all."""
-    driver = EmulatedDriver()
-    stream = driver.create_stream()
-    arena = HostArena(driver, 4096)
-    arena.resize(2)
-    source, target = arena.address(0), arena.address(1)
-    driver.write_bytes(source, b"x")
-    driver.copy(stream, target, source, 1)
-    driver.copy_batch(stream, [source], [target], 1)
-    driver.copy_batch(stream, [], [], 1)
-    driver.copy_batch(stream, [], [], 0)
-    driver.synchronize()
-    assert driver.read_bytes(target, 1) == b"x"
-    arena.close()
-    driver.destroy_stream(stream)
-    driver.close()
-    assert not list(tmp_path.iterdir())
-
-
 CHUNK = 64 * KIB
-
-
-@pytest.mark.parametrize(("nbytes", "count"), [(0, 0), (4096, 1), (5 * CHUNK, 5), (2 * CHUNK + 4096, 3)])
-def test_pinning_is_chunked_and_exact(nbytes: int, count: int) -> None:
-    """Registered ranges of bounded size tile the memory, the last one as short as it has to be; closing unregisters just these."""
-    driver = EmulatedDriver()
-    arena = HostArena(driver, 4096, CHUNK)
-    arena.resize(nbytes // 4096)
-    assert len(arena.ranges) == count
-    end = arena.base
-    for address, size in arena.ranges:
-        assert address == end
-        assert 0 < size <= CHUNK
-        end += size
-    assert end == arena.base + nbytes
-    if count == 3:
-        assert arena.ranges[-1][1] == 4096
-    arena.close()
-    driver.close()
-
-
-@pytest.mark.parametrize("refused", [1, 2, 3, 5])
-def test_a_refused_range_gives_the_earlier_ones_back(refused: int) -> None:
-    """Range k is refused: ranges 0..k-1 are unregistered, nothing is pending, and the next try works."""
-    driver = EmulatedDriver()
-    arena = HostArena(driver, 4096, CHUNK)
-    driver.fail("host_register", refused)
-    with pytest.raises(HostRegistrationError):
-        arena.resize(5 * CHUNK // 4096)
-    assert (arena.num_slots, arena.ranges) == (0, [])
-    assert driver.leaks() == []
-    arena.resize(5 * CHUNK // 4096)
-    assert len(arena.ranges) == 5
-    arena.close()
-    driver.close()
 
 
 def test_pinning_refused(tmp_path: object) -> None:
@@ -354,52 +297,6 @@ def test_construction_is_all_or_nothing(tmp_path: object, call: str, nth: int) -
         manager = KVCacheManager(config, driver=driver)
     manager.shutdown()
     driver.close()
-    assert os.listdir(str(tmp_path)) == []
-
-
-@pytest.mark.parametrize(("host", "disk"), [(0, 0), (1, 0), (0, 1), (1, 1), (8193, 5)])
-def test_quota_below_the_minimum(tmp_path: object, caplog: pytest.LogCaptureFixture, host: int, disk: int) -> None:
-    """A quota that is no multiple of the grain is rounded up; one below the minimum is raised to it with one warning that names
-    both; each
-    tier has a slot of every pool group. strict_quota makes it an error."""
-    asked = 5_619_712
-    tiers: list[CacheTierConfig] = [GpuCacheTierConfig(asked)]
-    if host:
-        tiers.append(HostCacheTierConfig(host))
-    if disk:
-        tiers.append(DiskCacheTierConfig(disk, str(tmp_path)))
-    config = model([attention(layer, 8192, 8192) for layer in range(8)], tiers=tiers)
-    with caplog.at_level(logging.WARNING), Rig(config) as rig:
-        assert rig.manager.get_quota(GPU) >= asked
-        for level in range(len(tiers)):
-            assert rig.counts(level).total >= 1
-        warned = [record for record in caplog.records if "quota" in record.getMessage()]
-        assert len(warned) == (1 if host == 1 or host == 8193 else 0)
-        if warned:
-            assert f"{host} bytes" in warned[0].getMessage()
-            assert f"{rig.manager.get_quota(HOST)} bytes" in warned[0].getMessage()
-    if host:
-        with pytest.raises(ConfigError):
-            KVCacheManager(replace(config, strict_quota=True), driver=EmulatedDriver())
-
-
-@pytest.mark.parametrize("size", [4096, 4097, MIB + 512])
-def test_odd_slots_on_disk(tmp_path: object, size: int) -> None:
-    """Slots of any size go to disk and back; nothing of it is left when the manager is gone."""
-    slots = max(4, GRAIN // size)
-    grains = -(-slots * size // GRAIN)
-    tiers: list[CacheTierConfig] = [GpuCacheTierConfig(grains * GRAIN), DiskCacheTierConfig(grains * GRAIN, str(tmp_path))]
-    with Rig(model([attention(0, size)], tokens_per_block=4, tiers=tiers, max_util=1.0)) as rig:
-        total = rig.counts().total
-        first = rig.start()
-        assert first.advance(toks(0, 16))
-        first.suspend()
-        hog = rig.start()
-        assert hog.cache.resize(4 * total)
-        assert rig.counts(1).free < rig.counts(1).total
-        hog.close()
-        assert first.resume()
-        first.check()
     assert os.listdir(str(tmp_path)) == []
 
 
@@ -564,11 +461,3 @@ def test_sparse_pages_are_listed_without_bad() -> None:
         valid = list(request.cache.get_aggregated_page_indices(rig.group(0), valid_only=True))
         assert [slot >= 0 for slot in every] == [True, False, False, False, False, False, True, True]
         assert valid == [slot for slot in every if slot >= 0]
-
-
-def test_slot_sizes_are_what_the_tests_say() -> None:
-    """The helper that sizes a pool by its slots: exactly so many on each tier."""
-    for slots in (1, 2, 3, 5, 8, 16, 64):
-        assert GRAIN // slot_size(slots, 4) == slots
-        with Rig(small(slots, host_slots=3), engine=False) as rig:
-            assert (rig.counts().total, rig.counts(1).total) == (slots, 3)

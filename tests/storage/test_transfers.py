@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,23 +12,9 @@ from kv_cache_manager_v2.ids import NULL_POINT, CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import resize_level
-from tests.storage.helpers import FakeBlock, Rig
+from tests.storage.helpers import FakeBlock, Rig, settle_all
 
 SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    made: list[Rig] = []
-    yield made
-    for rig in made:
-        rig.check()
-        rig.close()
-
-
-def settle_all(rig: Rig) -> None:
-    rig.driver.synchronize()
-    rig.hierarchy.settle()
 
 
 @pytest.mark.parametrize("tiers", ["gh", "gd", "ghd", "gdd", "ghh"])

@@ -46,10 +46,14 @@ def depths(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseS
 def drop(manager: KVCacheManager, page: Page | None) -> None:
     """Lose a page, as if it had been evicted."""
     assert page is not None
-    introspection.lose_page(manager, page)
+    with manager.shared.lock:
+        manager.shared.tree.drop_page(page)
 
 
 def narrow(manager: KVCacheManager, block: Block, page: Page | None) -> None:
     """Let a page cover one token less of its block."""
     assert page is not None
-    introspection.narrow_page(manager, block, page.life_cycle, page.coverage - 1)
+    with manager.shared.lock:
+        page.coverage -= 1
+        manager.shared.tree.hide(block)  # hide and show recount what the pages of the block are good for
+        manager.shared.tree.show(block)
