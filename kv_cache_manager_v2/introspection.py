@@ -330,7 +330,7 @@ def make_test_block(
         try:
             shortage = shared.hierarchy.acquire(need, [])
             if shortage is not None or not above.attached:
-                raise OutOfPagesError(f"too few slots for the test block: {shortage}")
+                raise OutOfPagesError(f"too few slots for the test block beside its parent: {shortage}")
             block, outcome = shared.tree.insert(above, packed.data, count)
             if outcome != BLOCK_NEW:
                 raise ConfigError("the tree has this block already, or a longer one that covers it")
