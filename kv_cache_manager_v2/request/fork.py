@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
+from kv_cache_manager_v2.request import scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats
@@ -17,8 +18,10 @@ from kv_cache_manager_v2.storage.page import Page
 def fork(request: Request, request_id: int | None) -> Request:
     """Make a SUSPENDED request with the same committed tokens and history. Its capacity is the history.
 
-    Raises OutOfPagesError, with nothing changed, if recurrent state has to be copied and there is no slot for it.
+    Raises LogicError in the middle of a scratch step of which the fork would read blocks, OutOfPagesError if recurrent state has to
+    be copied and there is no slot for it; nothing is changed then.
     """
+    scratch.check_fork(request)
     shared = request.shared
     point = shared.timeline.record(request.stream) if request.status == ACTIVE else NULL_POINT
     snapshot = _copy_state(request)

@@ -81,6 +81,25 @@ def check_capacity_change(request: Request, history: int) -> None:
         )
 
 
+def check_fork(request: Request) -> None:
+    """Raise LogicError if a block that the next query at the request's history reads was written to scratch: its bytes are gone.
+
+    O(blocks of the history), with scratch reuse only.
+    """
+    if not request.scratch:
+        return
+    blocks = -(-request.history // request.tokens_per_block)
+    for table in request.main_tables:
+        for ordinal in range(blocks):
+            if table.pages[ordinal] is None and table.is_live(ordinal):
+                least = max(0, request.capacity - request.shared.max_rewind)
+                raise LogicError(
+                    f"fork(): block {ordinal} of layer group {table.index} was written to scratch, and a fork at history "
+                    f"{request.history} would read it: advance the history to {least} or beyond first (capacity {request.capacity} "
+                    f"less max_rewind_len {request.shared.max_rewind})"
+                )
+
+
 def describe(table: BlockTable) -> ScratchDesc | None:
     """The input of the page-index converter, valid until the lengths change; None if there are no scratch blocks."""
     start, end = table.scratch_span

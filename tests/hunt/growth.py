@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
 
-from kv_cache_manager_v2 import OutOfMemoryError
+from kv_cache_manager_v2 import LogicError, OutOfMemoryError
 from tests.hunt.base import MAX_BLOCKS, MAX_OPEN, Found
 from tests.hunt.life import RequestLife
 from tests.hunt.memory import Text
 from tests.hunt.requests import Request
-
-PARTIAL_RECEIVES: Final = False  # whether history is received from inside a block on
 
 
 class RequestGrowth(RequestLife):
@@ -175,8 +172,6 @@ class RequestGrowth(RequestLife):
         )
         if request is None or self.setup.scratch_rewind is not None:
             return
-        if not PARTIAL_RECEIVES and request.written % self.tpb:
-            return
         count = min(MAX_BLOCKS * self.tpb - request.written, self.rng.randrange(1, 4 * self.tpb + 2))
         if count > 0 and self._resize(request, request.written + count, request.written + count):
             self.step(request, count, received=True)
@@ -185,14 +180,7 @@ class RequestGrowth(RequestLife):
 
     def fork(self) -> None:
         rewind = self.setup.scratch_rewind
-        request = self.pick(
-            lambda r: (
-                not r.named
-                and r.width == 1
-                and (self.ssm is None or r.state_at == r.history)
-                and (rewind is None or r.history >= r.written - rewind)
-            )
-        )
+        request = self.pick(lambda r: not r.named and r.width == 1 and (self.ssm is None or r.state_at == r.history))
         if request is None or len(self.open) >= MAX_OPEN:
             return
         if self.ssm is not None and not request.active and request.stream is None:
@@ -201,9 +189,14 @@ class RequestGrowth(RequestLife):
         try:
             cache = self.attempt(request, request.cache.fork, number)
         except Found as found:
-            if not isinstance(found.__cause__, OutOfMemoryError) or self.ssm is None:
+            cause = found.__cause__
+            if isinstance(cause, OutOfMemoryError) and self.ssm is not None:
+                self.outcomes["no room for a fork"] += 1
+            elif isinstance(cause, LogicError) and rewind is not None and request.history < request.capacity - rewind:
+                self.outcomes["no fork within a scratch step"] += 1
+            else:
                 raise
-            self.outcomes["no room for a fork"] += 1
+            self.expect_lengths(request, "after a refused fork,")
             return
         if cache is None:
             return

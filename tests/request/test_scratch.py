@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, CuError, KVCache, LayerId, PageIndexMode
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, CuError, KVCache, LayerId, LogicError, PageIndexMode
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import min_slots, size_levels
 from tests.layout.test_sizing_of_managers import exact, run_batch
@@ -342,3 +342,32 @@ def test_a_resume_whose_scratch_the_device_refuses_leaves_the_request_suspended(
         gate.open()
         assert cache.resume(rig.stream)
         assert scratch_held(cache)
+
+
+def test_a_fork_that_would_read_what_lies_in_scratch_is_refused() -> None:
+    """In the middle of a long step the history is where its first blocks were written to scratch only. Once it is near the end
+    of the step, a fork has what it reads."""
+    config = model([attention(0, KIB, window=9)], tokens_per_block=4, gpu=2 * MIB, scratch_rewind=2)
+    with Rig(config) as rig:
+        request = rig.start()
+        cache = request.cache
+        assert cache.resize(31, 0)
+        request.write(toks(0, 31))
+        for committed in (15, 20, 27):
+            cache.commit(toks(cache.num_committed_tokens, committed))
+            opened = rig.manager.num_open_caches
+            for suspended in (False, True):
+                if suspended:
+                    request.suspend()
+                with pytest.raises(LogicError, match=rf"a fork at history {committed} .* advance the history to 29 or beyond"):
+                    cache.fork()
+                if suspended:
+                    assert request.resume()
+            assert rig.manager.num_open_caches == opened
+        cache.history_length = 29
+        twin = Request(rig, rig.own(cache.fork()), toks(0, 29), rig.new_stream())
+        assert twin.resume()
+        assert twin.cache.resize(32, 29)
+        twin.write(toks(129, 132))
+        twin.check()
+        request.check()
