@@ -112,6 +112,13 @@ class BlockTable:
         self.pages[ordinal] = None
         self.row.set(ordinal, BAD_PAGE_INDEX)
 
+    def hand_over(self, ordinal: int, stays_held: bool) -> None:
+        """A live block becomes stale, and the slot of its page has gone to another page: see `Handovers`."""
+        if stays_held:
+            self.row.set(ordinal, BAD_PAGE_INDEX)
+        else:
+            self.take(ordinal)
+
     def release_stale(self, first: int, last: int) -> None:
         """Release the stale pages of blocks first .. last - 1, which were held until their commit."""
         for ordinal in range(max(self.stale_start, first), min(self.stale_end, last, len(self.pages))):

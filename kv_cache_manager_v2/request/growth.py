@@ -64,7 +64,7 @@ def resize(request: Request, capacity: int, history: int) -> bool:
     """Set capacity and history. Returns False, with nothing changed but `last_shortage`, if there are too few pages.
 
     Raises ConfigError for invalid lengths. The caller has checked that the request is ACTIVE. If the device fails, nothing has
-    changed, with one exception: if the new blocks need pages that leave a window, the history may have advanced.
+    changed.
     """
     check_lengths(request, capacity, history)
     if request.block_start < capacity <= request.block_end and history < request.next_stale and not request.scratch:
@@ -83,15 +83,10 @@ def _resize(request: Request, change: _Change, priorities: list[int]) -> bool:
     reservation = Reservation(shared, request.stream)
     change.reuse_pages(reservation)
     shortage = reservation.make_free(change.need, []) if any(change.need) else None
-    if shortage is not None:
-        if change.fits_once_windows_move():
-            advance_history(request, min(change.history, request.capacity), point)
-            again = _Change(request, change.capacity, change.history)
-            again.history_before = change.history_before
-            return _resize(request, again, priorities)
-        request.last_shortage = change.shortage(shortage)
-        return False
     with reservation:
+        if shortage is not None and not change.hand_over_windows(reservation, point):
+            request.last_shortage = change.shortage(shortage)
+            return False
         change.reserve(reservation)
         reservation.wait()
     change.install(reservation, priorities, point)
@@ -132,10 +127,15 @@ class Leaving:
         self.page = page
         self.stays_held = stays_held  # whether it is held until its block is committed
         self.reused = False  # whether a new block uses it
+        self.handed_over = False  # whether a new block gets its slot
 
 
 def leaving_windows(request: Request, history: int) -> list[Leaving]:
-    """The locked pages that leave a window when the history moves."""
+    """The locked pages that leave a window when the history moves.
+
+    A history that jumps past the capacity was computed elsewhere. A block that is only partly below the old capacity was then never
+    written to its end, so its page is not kept for the commit.
+    """
     leaving: list[Leaving] = []
     if history < request.next_stale:
         return leaving
@@ -144,7 +144,8 @@ def leaving_windows(request: Request, history: int) -> list[Leaving]:
         for ordinal in range(start, end):
             page = table.pages[ordinal]
             if page is not None:
-                leaving.append(Leaving(table, ordinal, page, request.waits_for_commit(ordinal)))
+                whole = history <= request.capacity or (ordinal + 1) * request.tokens_per_block <= request.capacity
+                leaving.append(Leaving(table, ordinal, page, whole and request.waits_for_commit(ordinal)))
     return leaving
 
 
@@ -155,10 +156,10 @@ class _Change:
         self.request = request
         self.capacity = capacity
         self.history = history
-        self.history_before = request.history
         self.blocks = -(-capacity // request.tokens_per_block)
         self.spans = scratch.spans(request, history, capacity)
         self.leaving = leaving_windows(request, history)
+        self._leaving_windows = len(self.leaving)  # so many of them, from the front, leave a window
         self._add_blocks_in_scratch()
         self.reused_scratch: list[Page] = []  # scratch slots that are no longer needed and that new blocks use
         self.need = scratch.missing(request, self.spans)
@@ -236,18 +237,24 @@ class _Change:
         if reusable:
             reservation.reusable = reusable
 
-    def fits_once_windows_move(self) -> bool:
-        """Whether enough slots become evictable once pages that leave a window are unlocked.
+    def hand_over_windows(self, reservation: Reservation, point: Point) -> bool:
+        """Use the slots of pages that leave a window, and that the tree or other requests go on using, if no others can be had.
 
-        Such pages are shared with the tree or other requests, so the history has to move before they can be evicted.
+        Returns False, with nothing changed, if that is not enough.
         """
-        request = self.request
-        windows = leaving_windows(request, min(self.history, request.capacity))
+        windows = [item for item in self.leaving[: self._leaving_windows] if not item.reused]
         if not windows:
             return False
         given = [item.page for item in windows if not item.stays_held]
         held = [item.page for item in windows if item.stays_held]
-        return request.shared.hierarchy.foresee(self.all_need, given, held) is None
+        if not reservation.hand_over(self.need, given, held, point):
+            return False
+        handovers = reservation.handovers
+        assert handovers is not None
+        pages = [handover.page for handover in handovers.begun]
+        for item in windows:
+            item.handed_over = item.page in pages
+        return True
 
     def shortage(self, found: Shortage) -> Shortage:
         """The shortage, marked as permanent if no eviction can help."""
@@ -282,11 +289,14 @@ class _Change:
         for item in self.leaving:
             if item.reused:
                 item.table.take(item.ordinal)
+            elif item.handed_over:
+                item.table.hand_over(item.ordinal, item.stays_held)
             else:
                 item.table.leave(item.ordinal, item.stays_held, point)
+        reservation.finish_handovers()
         scratch.trim(request, self.spans, point, self.reused_scratch)
         if self.blocks > request.num_blocks and request.pending is not None:
-            request.pending.before_growth(self.history_before)
+            request.pending.before_growth(request.history)
         request.set_history(self.history)
         if self.blocks < request.num_blocks:
             shrink(request, self.blocks, point)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
+from kv_cache_manager_v2.storage.handover import Handovers
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
@@ -32,6 +33,7 @@ class Reservation:
         self.reusable: list[Page] | None = None  # locked pages of blocks that become stale, if they have no other user
         self.reused: list[Page] | None = None  # pages of `reusable` that are in `pages` now
         self.sources: list[Page] | None = None  # pages that the stream copies from
+        self.handovers: Handovers | None = None  # slots of locked pages that go to reserved ones
         self.copying = False  # whether a copy into `pages` may be queued
         self._installed = 0
 
@@ -58,6 +60,16 @@ class Reservation:
             page = self.shared.hierarchy.new_page(life_cycle, priority)
         self.pages.append(page)
         return page
+
+    def hand_over(self, need: list[int], given: list[Page], held_on: list[Page], point: Point) -> bool:
+        """As `make_free`, using slots of pages that the request locks and is about to unlock, or to hold: see `Handovers.begin`."""
+        self.handovers = Handovers(self.shared.hierarchy)
+        if not self.handovers.begin(need, given, held_on, point):
+            self.handovers = None
+            return False
+        successors = [handover.successor for handover in self.handovers.begun]
+        self.reusable = successors if self.reusable is None else self.reusable + successors
+        return True
 
     def _reuse(self, pool_group: int) -> Page | None:
         """Take a reusable page of the pool group; None if there is none."""
@@ -92,6 +104,12 @@ class Reservation:
 
     # --- install, or release
 
+    def finish_handovers(self) -> None:
+        """The slots of locked pages are the reserved pages', and the request's locks on the former have ended."""
+        if self.handovers is not None:
+            self.handovers.finish()
+            self.handovers = None
+
     def next(self, life_cycle: int, priority: int) -> Page:
         """Hand over the next page, in the order of `reserve`."""
         page = self.pages[self._installed]
@@ -106,6 +124,8 @@ class Reservation:
         If the device refuses to record that point, the slots stay unusable, and the next call tries again.
         """
         hierarchy = self.shared.hierarchy
+        if self.handovers is not None:
+            self.handovers.abandon()
         point = NULL_POINT
         if self.copying:
             try:

@@ -271,16 +271,6 @@ class Hierarchy(PageKeeper):
                 return False
         return True
 
-    def foresee(self, need: Sequence[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
-        """What `acquire(need, [])` will answer once the caller has unlocked `given` and holds `held_on` instead of locking them.
-
-        Changes nothing, so that a caller that trades pages for others can ask first.
-        """
-        shortage = self.planner.foresee(list(need), given, held_on)
-        if shortage is not None and not shortage.permanent and self._has_news():
-            shortage = self.planner.foresee(list(need), given, held_on)
-        return shortage
-
     def _has_news(self) -> bool:
         """Look after the file transfers in flight, without waiting. Whether any has ended."""
         before = self.in_flight.in_flight

@@ -16,7 +16,7 @@ from typing import Final
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import KVCacheError
-from kv_cache_manager_v2.ids import NO_SLOT
+from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.cells import Cells
@@ -87,7 +87,8 @@ class Mover:
             del self._gone[:index]
             self._telling = False
 
-    def _tell_moved(self) -> None:
+    def tell_moved(self) -> None:
+        """Tell the owners of pages that changed their level."""
         moved = self._moved
         sources = self._moved_from
         if not moved:
@@ -115,7 +116,7 @@ class Mover:
             for plan in plans:
                 self._run_rounds(plan, target)
         finally:
-            self._tell_moved()
+            self.tell_moved()
 
     def _run_rounds(self, plan: GroupPlan, target: int) -> None:
         cells = self._cells[plan.pool_group]
@@ -230,14 +231,7 @@ class Mover:
         Raises what the device raises; then no page has moved.
         """
         source = pages[0].cell
-        batch = CopyBatch(source, cell)
-        try:
-            for page in pages:
-                batch.reserve(page)
-            self._copier.queue(batch)
-        except BaseException:
-            self._in_flight.abandon(batch)
-            raise
+        batch = self.queue_move(pages, cell, NULL_POINT)
         for index in range(len(pages)):
             page = pages[index]
             slot = page.slot
@@ -257,6 +251,40 @@ class Mover:
                 self._arrive(page, source)
             elif page.list != PINNED:
                 cell.requeue(page)
+
+    def queue_move(self, pages: list[Page], cell: Cell, after: Point) -> CopyBatch:
+        """Queue copies of pages of one cell to free slots of another (or the same); they run after `after`, too.
+
+        Raises what the device raises; then no slot is taken. The caller installs the batch, or abandons it.
+        """
+        batch = CopyBatch(pages[0].cell, cell)
+        if after != NULL_POINT:
+            batch.waits.append(after)
+        try:
+            for page in pages:
+                batch.reserve(page)
+            self._copier.queue(batch)
+        except BaseException:
+            self._in_flight.abandon(batch)
+            raise
+        return batch
+
+    def install_handed_over(self, page: Page, batch: CopyBatch) -> None:
+        """A page that has left its cell, and whose slot another page gets, is where a queued batch of it alone copies it to."""
+        source = page.cell
+        page.ready = batch.ready
+        page.cell = batch.cell
+        page.slot = batch.slots[0]
+        batch.cell.enter(page)
+        self._in_flight.install(batch, [page])
+        self._arrive(page, source)
+
+    def drop_handed_over(self, page: Page) -> None:
+        """Drop a page that has left its cell, and whose slot another page gets; its owner is told by `tell_gone`."""
+        page.slot = NO_SLOT
+        if page.owner is not None:
+            self._counters.dropped[page.life_cycle][page.level] += 1
+            self.note_gone(page)
 
     def _arrive(self, page: Page, source: Cell) -> None:
         cell = page.cell

@@ -221,31 +221,30 @@ class Planner:
                     return Shortage(cell.pool_group, target, missing, counts.wanted > cell.total)
         for counts in self._groups:
             if counts.goal > 0 and (counts.goal > counts.cells[target].free or counts.loads):
-                self.plans.append(self._choose(counts, target))
+                self.plans.append(self._choose(counts, target, []))
         return None
 
-    def foresee(self, need: list[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
-        """Whether `need[g]` GPU slots could be had once the caller has unlocked `given` and turned its locks on `held_on` into
-        holds.
+    def plan_trade(self, need: list[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
+        """Plan `need[g]` free GPU slots, where the caller will have unlocked `given` and turned its locks on `held_on` into holds.
 
-        Changes nothing; each of these pages is locked by the caller. O(groups x levels + pages named).
+        These pages leave after all others, in this order, and only if the caller's is the last lock. O(groups x levels + pages
+        named, moved or dropped).
         """
         self._start(need)
-        freed = [0] * len(self._groups)
+        leaving: list[list[Page]] = [[] for _counts in self._groups]
+        freed = [0] * len(self._groups)  # by pages that need no place on a colder level
         held = [0] * len(self._groups)
         for page in given:
-            if page.locks > 1:
-                continue
-            if page.holds == 0 and page.owner is None:  # free at once
-                freed[page.pool_group] += 1
-            elif page.transfers > 0:
-                continue
-            elif page.holds > 0:
-                held[page.pool_group] += 1
-            else:
-                freed[page.pool_group] += 1
+            if page.locks == 1 and page.transfers == 0:
+                leaving[page.pool_group].append(page)
+                if page.holds > 0:
+                    held[page.pool_group] += 1
+                else:
+                    freed[page.pool_group] += 1
         for page in held_on:
             if page.locks == 1 and page.transfers == 0:
+                page.mark = self.number  # see `_is_kept`
+                leaving[page.pool_group].append(page)
                 held[page.pool_group] += 1
         for group in range(len(self._groups)):
             counts = self._groups[group]
@@ -253,6 +252,10 @@ class Planner:
             missing = counts.missing(GPU_LEVEL, goal, True, held[group]) if goal > 0 else 0
             if missing > 0:
                 return Shortage(group, GPU_LEVEL, missing, need[group] > counts.cells[GPU_LEVEL].total)
+        for group in range(len(self._groups)):
+            counts = self._groups[group]
+            if counts.goal > counts.cells[GPU_LEVEL].free:
+                self.plans.append(self._choose(counts, GPU_LEVEL, leaving[group]))
         return None
 
     def _start(self, need: list[int]) -> None:
@@ -281,15 +284,18 @@ class Planner:
             page.mark = self.number
             self._groups[page.cell.pool_group].spare(page)
 
-    def _choose(self, counts: GroupCounts, target: int) -> GroupPlan:
-        """Walk down from the target: which pages have to leave each level, and which of those from above stay there."""
+    def _choose(self, counts: GroupCounts, target: int, last: list[Page]) -> GroupPlan:
+        """Walk down from the target: which pages have to leave each level, and which of those from above stay there.
+
+        `last`: pages of the target level that leave it after all others.
+        """
         levels = len(counts.cells)
         plan = GroupPlan(counts.cells[target].pool_group, levels)
         if counts.loads:
             plan.loads = _nearest_first(counts.loads, target, levels)
         counts.count(target, self._move_held)
-        arriving: list[Page] = []
-        goal = counts.goal
+        arriving = last
+        goal = counts.goal - len(last)  # they have slots there
         for level in range(target, levels):
             short = goal + len(arriving) - counts.open[level]
             goal = 0
@@ -318,8 +324,8 @@ class Planner:
             plan.offloads[cell.level] = arriving
             return leaving
         for page in arriving:
-            if short > 0 and (page.holds == 0 or intake > 0):
-                if page.holds > 0:
+            if short > 0 and (intake > 0 or not self._is_kept(page)):
+                if self._is_kept(page):
                     intake -= 1
                 leaving.append(page)
                 short -= 1
@@ -327,6 +333,10 @@ class Planner:
                 plan.offloads[cell.level].append(page)
         assert short == 0, "a plan that fits by count has too few pages to evict"
         return leaving
+
+    def _is_kept(self, page: Page) -> bool:
+        """Whether a page that leaves its level must not be dropped."""
+        return page.holds > 0 or page.mark == self.number
 
 
 def _nearest_first(load: list[Page], target: int, levels: int) -> list[Page]:

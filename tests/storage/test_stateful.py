@@ -253,14 +253,14 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(given_bits=numbers, parked_bits=numbers, need=st.lists(st.integers(0, 3), min_size=2, max_size=2))
     def trade(self, given_bits: int, parked_bits: int, need: list[int]) -> None:
-        """What is foreseen of giving up locks is what then happens."""
+        """What is planned for the time after giving up locks is what then happens."""
         rig = self.rig_()
         need = need[: self.model.groups]
         given = [e for i, e in enumerate(self.all(locked=True)) if given_bits >> i & 1]
         parked = [e for i, e in enumerate(self.all(locked=True)) if parked_bits >> i & 1 and e not in given]
         self.synchronize()
         given = [e for e in given if not e.gone]
-        foreseen = rig.hierarchy.foresee(need, [e.page for e in given], [e.page for e in parked])
+        foreseen = rig.hierarchy.planner.plan_trade(need, [e.page for e in given], [e.page for e in parked])
         point = rig.timeline.record(rig.stream)
         for entry in given + parked:
             if entry in parked:

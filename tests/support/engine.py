@@ -183,6 +183,19 @@ class FakeEngine:
         """Queue a check of every mapped page."""
         self.step(cache, [], history, beam)
 
+    def receive(self, cache: KVCache, inputs: Sequence[Token], history: int) -> None:
+        """Queue the arrival of tokens from `history` on that another instance has computed, in the blocks that are mapped."""
+        new = words_of(inputs)
+        tasks = [(plane, self._pages(cache, plane, history + len(new), 0, 0)) for plane in self.planes if not plane.recurrent]
+
+        def kernel() -> None:
+            for plane, pages in tasks:
+                mapped = [n for n in range(len(new)) if pages[(history + n) // plane.tokens_per_page] != BAD_PAGE_INDEX]
+                for n in mapped:
+                    self._write_tokens(plane, pages, history + n, new[n : n + 1], 0)
+
+        self.driver.launch(cache.cuda_stream, kernel)
+
     def raise_errors(self) -> None:
         """Raise what the kernels that have run so far found. Synchronize first."""
         if self.errors:
