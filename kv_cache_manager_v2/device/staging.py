@@ -1,11 +1,10 @@
 """The staging ring: pinned host memory through which bytes pass between device and disk.
 
-Rule: a piece is used again in stream order. The stream of its next user waits for the point at which its last user is over. The
-host never waits, and a piece whose end of use is not known yet is passed over. The caller splits a request that is larger than the
-ring: `largest` is the most that one piece can have.
+Regions of the ring are reused in stream order: the stream of the next user waits for the point at which the last use ends. The host
+never waits. A region that is still in use is skipped. No region can be larger than the ring (`largest`); callers split their data.
 
-File transfers can outlive their time limit. A piece that such a transfer may still touch is quarantined until it has really
-ended. A piece that took over memory of a *read* that timed out later is `suspect`: late bytes may have been written into it.
+A file transfer can outlive its time limit. A region that it may still access is quarantined until the transfer has ended. If a
+*read* times out after its memory was reused, the later region is `suspect`: late bytes may have overwritten its data.
 """
 
 from __future__ import annotations
@@ -21,153 +20,154 @@ from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
 
 DEFAULT_RING_BYTES: Final = 64 << 20
-PIECE_ALIGNMENT: Final = 256  # bytes; pieces begin at multiples of it, which copies like
+REGION_ALIGNMENT: Final = 256  # bytes; regions start at multiples of it, which makes copies fast
 
-# The life of a piece: lent -> released -> settled, or -> quarantined -> settled.
-_LENT: Final = 0  # being filled and emptied; its end of use is not known
-_RELEASED: Final = 1  # over at `point`; whether its transfers ended in time is not known yet
-_QUARANTINED: Final = 2  # a transfer has timed out and may still touch it
-_SETTLED: Final = 3  # over at `point`, all transfers have ended
+# The states of a region: in use -> released -> complete, or -> released -> quarantined -> complete.
+_IN_USE: Final = 0  # the end of its use is not known
+_RELEASED: Final = 1  # its use ends at `point`; its transfers may be pending
+_QUARANTINED: Final = 2  # a transfer has timed out and may still access it
+_COMPLETE: Final = 3  # its use ends at `point`; all its transfers have ended
 
 
-class StagingPiece:
-    """A part of the ring, lent to one user."""
+class StagingRegion:
+    """A part of the ring for one user."""
 
     def __init__(self, offset: int, nbytes: int, address: int, from_file: bool) -> None:
         self.offset = offset  # in the ring, bytes
         self.nbytes = nbytes
         self.address = address
-        self.from_file = from_file  # file reads fill it, so that a late one may still write into it
-        self.point: Point = NULL_POINT  # once released: when its use is over
-        self.state = _LENT
-        self.transfers = 0  # file transfers that use it and have not ended
-        self.timed_out = False  # it is or was quarantined
-        self.after: list[StagingPiece] = []  # pieces filled by file reads whose memory it took over before they were settled
+        self.from_file = from_file  # file reads write to it, perhaps late
+        self.point: Point = NULL_POINT  # once released: the end of its use
+        self.state = _IN_USE
+        self.transfers = 0  # its file transfers that have not ended
+        self.timed_out = False  # whether it is or was quarantined
+        self.after: list[StagingRegion] = []  # earlier regions in the same memory, filled by file reads, that were not complete
 
     @property
-    def lent(self) -> bool:
-        """Whether its end of use is not known."""
-        return self.state == _LENT
+    def in_use(self) -> bool:
+        """Whether it is not released yet."""
+        return self.state == _IN_USE
 
     def suspect(self) -> bool:
-        """Whether a read that timed out may have written into this piece while it was in use: its bytes must not be trusted.
+        """Whether a read that timed out may have written to this region while it was in use; its bytes are lost then.
 
-        Meaningful once the pieces lent earlier have been settled or quarantined.
+        Valid once all earlier regions are complete or quarantined.
         """
-        return any(piece.from_file and piece.timed_out for piece in self.after)
+        return any(region.from_file and region.timed_out for region in self.after)
 
 
 class StagingRing:
-    """A ring of pinned host memory. `acquire` is O(log pieces + pieces overlapped); the memory is taken at the first one."""
+    """A ring of pinned host memory, allocated at the first `acquire`. That is O(log regions + overlapped regions)."""
 
     def __init__(self, driver: Driver, timeline: Timeline, nbytes: int = DEFAULT_RING_BYTES) -> None:
-        if nbytes < PIECE_ALIGNMENT or nbytes % PIECE_ALIGNMENT:
-            raise ConfigError(f"a staging ring of {nbytes} bytes: must be a positive multiple of {PIECE_ALIGNMENT}")
-        self.largest = nbytes  # bytes; most that one piece can have, when nothing is lent or quarantined
+        if nbytes < REGION_ALIGNMENT or nbytes % REGION_ALIGNMENT:
+            raise ConfigError(f"the staging ring has {nbytes} bytes: must be a positive multiple of {REGION_ALIGNMENT}")
+        self.largest = nbytes  # bytes; the largest region, when none is in use or quarantined
         self._timeline = timeline
         self._arena = HostArena(driver, nbytes)
-        self.cursor = 0  # offset from which on the next piece is looked for; a user that wants memory which the processor's caches
-        # still hold sets it back to a piece that it has released
-        self._begins: list[int] = []  # the parts of the ring that were used last by a piece: ascending, disjoint
+        # Offset at which the search for the next region starts. A user sets it back to a released region, to reuse memory that is
+        # still in the processor's caches.
+        self.cursor = 0
+        self._begins: list[int] = []  # the latest user of each part of the ring; ascending, disjoint
         self._ends: list[int] = []
-        self._users: list[StagingPiece] = []
-        self._lent: list[StagingPiece] = []
-        self._quarantined: list[StagingPiece] = []
+        self._users: list[StagingRegion] = []
+        self._in_use: list[StagingRegion] = []
+        self._quarantined: list[StagingRegion] = []
 
     @property
-    def lent(self) -> int:
-        """Pieces whose end of use is not known."""
-        return len(self._lent)
+    def in_use(self) -> int:
+        """The number of regions that are not released."""
+        return len(self._in_use)
 
     @property
     def quarantined(self) -> int:
         return len(self._quarantined)
 
-    def acquire(self, stream: Stream, minimum: int, maximum: int, from_file: bool) -> StagingPiece | None:
-        """A piece of `minimum` to `maximum` bytes, for work that is queued on the stream from now on.
+    def acquire(self, stream: Stream, minimum: int, maximum: int, from_file: bool) -> StagingRegion | None:
+        """A region of `minimum` to `maximum` bytes, for work that is queued on the stream from now on.
 
-        None if what is neither lent nor quarantined has no such piece in one run: release one first, or wait for transfers.
-        `from_file`: file reads will fill it.
+        None if the free parts of the ring are too small: release a region, or wait for transfers to end. `from_file`: file reads
+        will write to it.
         """
         if not 0 < minimum <= maximum:
-            raise LogicError(f"a piece of {minimum} to {maximum} bytes makes no sense")
+            raise LogicError(f"a region of {minimum} to {maximum} bytes: the minimum must be positive and at most the maximum")
         if minimum > self.largest:
-            raise LogicError(f"a piece of {minimum} bytes is larger than the staging ring of {self.largest}: split the request")
-        place = self._find(self.cursor, minimum)
-        if place is None:
-            place = self._find(0, minimum)
-            if place is None:
+            raise LogicError(f"a region of {minimum} bytes is larger than the staging ring of {self.largest} bytes: split the data")
+        found = self._find(self.cursor, minimum)
+        if found is None:
+            found = self._find(0, minimum)
+            if found is None:
                 return None
-        begin, end = place
+        begin, end = found
         nbytes = min(maximum, end - begin)
         if self._arena.num_slots == 0:
             self._arena.resize(1)
-        piece = StagingPiece(begin, nbytes, self._arena.base + begin, from_file)
-        self._take_over(stream, piece)
-        self.cursor = round_up(begin + nbytes, PIECE_ALIGNMENT) % self.largest
-        self._lent.append(piece)
-        return piece
+        region = StagingRegion(begin, nbytes, self._arena.base + begin, from_file)
+        self._make_latest(stream, region)
+        self.cursor = round_up(begin + nbytes, REGION_ALIGNMENT) % self.largest
+        self._in_use.append(region)
+        return region
 
-    def release(self, piece: StagingPiece, point: Point) -> None:
-        """The piece's use is over at this point: its bytes may be handed on in stream order. Its transfers are settled later."""
-        if piece.state != _LENT:
-            raise LogicError(f"the piece at offset {piece.offset} is not lent: it was released already")
-        self._lent.remove(piece)
-        piece.state = _RELEASED
-        piece.point = point
+    def release(self, region: StagingRegion, point: Point) -> None:
+        """End the region's use at this point, so that its memory can be reused. Its transfers may end later; see `complete`."""
+        if region.state != _IN_USE:
+            raise LogicError(f"the region at offset {region.offset} is not in use: it was released already")
+        self._in_use.remove(region)
+        region.state = _RELEASED
+        region.point = point
 
-    def settle(self, piece: StagingPiece) -> None:
-        """All of the piece's transfers have ended. A quarantined piece may be used again."""
-        if piece.state == _LENT:
-            raise LogicError(f"the piece at offset {piece.offset} is settled before it is released")
-        if piece.state == _QUARANTINED:
-            self._quarantined.remove(piece)
-        piece.state = _SETTLED
-        piece.after = []
+    def complete(self, region: StagingRegion) -> None:
+        """Record that all of the region's transfers have ended. This ends its quarantine."""
+        if region.state == _IN_USE:
+            raise LogicError(f"the region at offset {region.offset} is in use: release it first")
+        if region.state == _QUARANTINED:
+            self._quarantined.remove(region)
+        region.state = _COMPLETE
+        region.after = []
 
-    def quarantine(self, piece: StagingPiece) -> None:
-        """A transfer of this piece has timed out and may still touch it: it is not used again before `settle`."""
-        if piece.state == _LENT:
-            self.release(piece, NULL_POINT)
-        if piece.state == _RELEASED:
-            piece.state = _QUARANTINED
-            piece.timed_out = True
-            self._quarantined.append(piece)
+    def quarantine(self, region: StagingRegion) -> None:
+        """Record that a transfer of this region has timed out. The memory is not reused before `complete`."""
+        if region.state == _IN_USE:
+            self.release(region, NULL_POINT)
+        if region.state == _RELEASED:
+            region.state = _QUARANTINED
+            region.timed_out = True
+            self._quarantined.append(region)
 
-    def finish(self, piece: StagingPiece, point: Point) -> None:
-        """The piece's use is over at this point, and all of its transfers have ended: `release` and `settle` in one."""
-        self.release(piece, point)
-        self.settle(piece)
+    def finish(self, region: StagingRegion, point: Point) -> None:
+        """As `release` and `complete`, when all transfers of the region have ended."""
+        self.release(region, point)
+        self.complete(region)
 
     def close(self) -> None:
-        """Free the memory; LogicError while a piece is lent or quarantined. Released ones must be over."""
-        if self._lent or self._quarantined:
+        """Wait for released regions and free the memory. Raises LogicError while a region is in use or quarantined."""
+        if self._in_use or self._quarantined:
             raise LogicError(
-                f"the staging ring is closed with {len(self._lent)} pieces lent and {len(self._quarantined)} quarantined"
+                f"the staging ring is closed with {len(self._in_use)} regions in use and {len(self._quarantined)} quarantined"
             )
-        for piece in self._users:
-            self._timeline.synchronize(piece.point)
+        for region in self._users:
+            self._timeline.synchronize(region.point)
         self._begins, self._ends, self._users = [], [], []
         self._arena.close()
 
-    # --- inside
+    # --- internals
 
     def _find(self, begin: int, minimum: int) -> tuple[int, int] | None:
-        """The first free run of at least `minimum` bytes from an offset on, up to the next piece that may not be used."""
-        blocked = [(piece.offset, piece.offset + piece.nbytes) for piece in self._lent]
-        blocked += [(piece.offset, piece.offset + piece.nbytes) for piece in self._quarantined]
+        """The first free part of at least `minimum` bytes from an offset on, up to the next region in use or quarantine."""
+        blocked = [(region.offset, region.offset + region.nbytes) for region in self._in_use]
+        blocked += [(region.offset, region.offset + region.nbytes) for region in self._quarantined]
         blocked.sort()
         blocked.append((self.largest, self.largest))
         for blocked_begin, blocked_end in blocked:
             if begin + minimum <= blocked_begin:
                 return begin, blocked_begin
-            begin = max(begin, round_up(blocked_end, PIECE_ALIGNMENT))
+            begin = max(begin, round_up(blocked_end, REGION_ALIGNMENT))
         return None
 
-    def _take_over(self, stream: Stream, piece: StagingPiece) -> None:
-        """Make the stream wait for the last users of the piece's bytes, and the piece their user."""
-        begin, end = piece.offset, piece.offset + piece.nbytes
-        first = bisect_right(self._ends, begin)  # the first part that reaches beyond `begin`
+    def _make_latest(self, stream: Stream, region: StagingRegion) -> None:
+        """Make the stream wait for the latest users of the region's memory, and make the region the latest user."""
+        begin, end = region.offset, region.offset + region.nbytes
+        first = bisect_right(self._ends, begin)  # the first part that ends after `begin`
         last = first
         while last < len(self._begins) and self._begins[last] < end:
             last += 1
@@ -175,10 +175,10 @@ class StagingRing:
             user = self._users[i]
             self._timeline.wait(stream, user.point)
             for earlier in [user, *user.after]:
-                if earlier.from_file and earlier.state != _SETTLED and earlier not in piece.after:  # writes spoil nothing
-                    piece.after.append(earlier)
-        begins, ends, users = [begin], [end], [piece]
-        if first < last and self._begins[first] < begin:  # what remains before the piece, and after it
+                if earlier.from_file and earlier.state != _COMPLETE and earlier not in region.after:  # file writes change no memory
+                    region.after.append(earlier)
+        begins, ends, users = [begin], [end], [region]
+        if first < last and self._begins[first] < begin:  # the remainder before the region, and after it
             begins.insert(0, self._begins[first])
             ends.insert(0, begin)
             users.insert(0, self._users[first])
@@ -192,7 +192,7 @@ class StagingRing:
 
     def check_invariants(self) -> None:
         assert 0 <= self.cursor < self.largest
-        assert self.cursor % PIECE_ALIGNMENT == 0
+        assert self.cursor % REGION_ALIGNMENT == 0
         assert len(self._begins) == len(self._ends) == len(self._users)
         before = 0
         for begin, end, user in zip(self._begins, self._ends, self._users, strict=True):
@@ -200,8 +200,8 @@ class StagingRing:
             assert user.offset <= begin
             assert end <= user.offset + user.nbytes
             before = end
-        spans = sorted((piece.offset, piece.offset + piece.nbytes) for piece in self._lent)
+        spans = sorted((region.offset, region.offset + region.nbytes) for region in self._in_use)
         for i in range(1, len(spans)):
-            assert spans[i - 1][1] <= spans[i][0], "two lent pieces overlap"
-        assert all(piece.state == _LENT for piece in self._lent)
-        assert all(piece.state == _QUARANTINED for piece in self._quarantined)
+            assert spans[i - 1][1] <= spans[i][0], "two regions in use overlap"
+        assert all(region.state == _IN_USE for region in self._in_use)
+        assert all(region.state == _QUARANTINED for region in self._quarantined)

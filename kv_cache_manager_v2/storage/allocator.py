@@ -1,10 +1,10 @@
-"""Slots of one pool group on one level: which are free, which are taken, and when a free one may be used.
+"""Allocates the slots of one pool group on one level.
 
-Rule: a free slot carries the point at which its last user is done, and its next user waits for that point before it writes. A slot
-whose point has passed is preferred to one never used, and one never used to one still busy.
+A free slot has the point at which its last use ends, and its next user waits for that point before it writes. Slots are allocated
+in this order: those whose point is complete, those never used, those still in use.
 
-Issued ids are 0 .. issued-1. Each of them is taken, ready, pending, or (while shrinking) set aside. The lists of pages (see Cell)
-say which page has a taken one. What is kept by slot is packed, so the cyclic collector has nothing to walk.
+Ids from 0 to issued - 1 were allocated at some time. Each of them is taken, ready, pending or, while shrinking, set aside. Data by
+slot is in packed arrays, which the cyclic collector need not traverse.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.free_slots import FreeSlots
 
-PROBED_PENDING: Final = 4  # pending slots asked for readiness per allocation: bounds the cost, and passes over a slow user
+PROBED_PENDING: Final = 4  # pending slots examined per allocation: bounds the cost, and skips slow streams
 
 
 class SlotAllocator:
-    """Hands out slot ids; every operation is O(1) but for those of shrinking."""
+    """Allocates slot ids. All operations but those of a shrink are O(1)."""
 
     def __init__(self, timeline: Timeline, capacity: int) -> None:
         self._timeline = timeline
         self.capacity = capacity  # slots that have memory
-        self.free = capacity  # slots that `allocate` can hand out now
-        self.issued = 0  # ids ever issued: the high-water mark
+        self.free = capacity  # slots that `allocate` can return
+        self.issued = 0  # ids from 0 on that were ever allocated
         self._taken: vec[bool] = vec[bool]()  # by slot id below `issued`
-        self._target = capacity  # no id at or above it is issued; below `capacity` only while shrinking
-        self._ready: vec[i64] = vec[i64]()  # free, last user known to be done; a stack, so that low ids are reused
-        self._pending = FreeSlots()  # free, last user perhaps still running
+        self._target = capacity  # bound of the ids to allocate; below `capacity` only while shrinking
+        self._ready: vec[i64] = vec[i64]()  # free, with a complete point; a stack, so that low ids are reused
+        self._pending = FreeSlots()  # free, with a point that may be incomplete
         self._aside = FreeSlots()  # free ids at or above the target of a pending shrink
-        self._lost: set[int] = set()  # taken ids whose memory is gone, all at or above `capacity`; they vanish when released
+        self._lost: set[int] = set()  # taken ids at or above `capacity`, without memory; removed when released
 
     def allocate(self) -> tuple[SlotId, Point]:
-        """A slot and the point that its new owner must wait for before touching it. Raises OutOfPagesError if none is free."""
+        """A slot, and the point that its user must wait for. Raises OutOfPagesError if no slot is free."""
         if self.free <= 0:
-            raise OutOfPagesError(f"none of {self._target} slots is free; make room before allocating")
+            raise OutOfPagesError(f"none of {self._target} slots is free; evict pages first")
         index = -1
         if len(self._ready) == 0 and len(self._pending) > 0:
-            index = self._first_done()  # asks the device, which may raise: before anything changes
+            index = self._first_done()  # may raise, as it queries the device: so before anything changes
         self.free -= 1
         if len(self._ready) > 0:
             self._ready, ready = pop(self._ready)
@@ -64,7 +64,7 @@ class SlotAllocator:
         return slot, point
 
     def release(self, slot: SlotId, point: Point) -> None:
-        """Free a slot; `point` is the end of its last use. Raises LogicError if the slot is not taken."""
+        """Free a slot whose last use ends at `point`. Raises LogicError if the slot is not taken."""
         if not self.taken(slot):
             raise LogicError(f"slot {slot} is not taken ({self.issued} ids issued): it was released twice or never allocated")
         if slot >= self.issued:
@@ -87,9 +87,9 @@ class SlotAllocator:
         return slot in self._lost
 
     def _first_done(self) -> int:
-        """Position of a pending slot whose last user is done, among the first few; -1 if there is none."""
+        """Position of a pending slot with a complete point, among the first few; -1 if there is none."""
         pending = self._pending
-        asked = -1  # the stream just found busy: its later points are not over either
+        asked = -1  # line of an incomplete point: later points of it are incomplete too
         for index in range(min(len(pending), PROBED_PENDING)):
             point = pending.point(index)
             if point >> SEQUENCE_BITS == asked:
@@ -103,11 +103,11 @@ class SlotAllocator:
     # --- resizing
 
     def expand(self, capacity: int) -> None:
-        """More slots; the arenas have grown already. Raises LogicError during a shrink."""
+        """Raise the capacity, after the arenas have grown. Raises LogicError during a shrink."""
         if self.shrinking() or capacity < self.capacity:
             raise LogicError(f"cannot expand {self.capacity} slots to {capacity} (shrinking: {self.shrinking()})")
         for slot in sorted(self._lost):
-            if slot < capacity:  # its id has memory again: an id like any other
+            if slot < capacity:  # the slot has memory again
                 while self.issued < slot:
                     self._ready = append(self._ready, self.issued)
                     self._taken = append(self._taken, False)
@@ -120,7 +120,7 @@ class SlotAllocator:
         self.free = self._num_recycled() + capacity - self.issued
 
     def lose_from(self, capacity: int) -> None:
-        """The memory of all slots from `capacity` on is gone. Taken ones stay taken, and vanish when they are released."""
+        """Lower the capacity to the slots that still have memory. Taken slots above it are removed when they are released."""
         if self.shrinking():
             self.abort_shrink()
         if capacity >= self.capacity:
@@ -138,7 +138,7 @@ class SlotAllocator:
         return self._target != self.capacity
 
     def prepare_shrink(self, capacity: int) -> None:
-        """From now on issue no id at or above `capacity`; free ones above are set aside. O(free slots)."""
+        """Stop allocating ids at or above `capacity`, and set aside the free ones. O(free slots)."""
         if self.shrinking() or not 0 <= capacity <= self.capacity:
             raise LogicError(f"cannot shrink {self.capacity} slots to {capacity} (shrinking: {self.shrinking()})")
         self._target = capacity
@@ -158,7 +158,7 @@ class SlotAllocator:
         self.free = self._num_recycled() + max(capacity - self.issued, 0)
 
     def abort_shrink(self) -> None:
-        """Issue ids up to the capacity again."""
+        """Allocate ids up to the capacity again."""
         for index in range(len(self._aside)):
             self._pending.push(self._aside.slot(index), self._aside.point(index))
         self._aside.clear()
@@ -166,7 +166,7 @@ class SlotAllocator:
         self.free = self._num_recycled() + self.capacity - self.issued
 
     def finish_shrink(self) -> None:
-        """Remove the ids above the target, whose last users are done. Raises LogicError if one is still taken."""
+        """Remove the ids at or above the target. Raises LogicError if one is taken."""
         cut = max(0, self.issued - self._target)
         if len(self._aside) != cut:
             raise LogicError(f"{cut - len(self._aside)} slots at or above {self._target} are still taken; move their pages first")
@@ -176,7 +176,7 @@ class SlotAllocator:
         self.capacity = self._target
 
     def synchronize(self) -> None:
-        """Block the host until the last user of every free slot is done. O(free slots)."""
+        """Block the host until the last use of every free slot has ended. O(free slots)."""
         self._wait_for(self._pending)
         self._wait_for(self._aside)
 
@@ -191,15 +191,15 @@ class SlotAllocator:
     # --- checks
 
     def num_taken(self) -> int:
-        """Slots allocated and not released since. O(1)."""
+        """The number of taken slots. O(1)."""
         return self.issued - self._num_recycled() - len(self._aside) + len(self._lost)
 
     def _num_recycled(self) -> int:
         return len(self._ready) + len(self._pending)
 
     def check_invariants(self) -> None:
-        """Every issued id is in exactly one place, and `free` counts what can be handed out. O(issued)."""
-        assert len(self._taken) == self.issued, f"{len(self._taken)} slots noted of {self.issued} issued ids"
+        """Assert that every id has exactly one state, and that `free` is right. O(ids)."""
+        assert len(self._taken) == self.issued, f"{len(self._taken)} states for {self.issued} ids"
         assert self.issued <= self.capacity, f"{self.issued} ids issued of {self.capacity} slots"
         self._pending.check_invariants()
         self._aside.check_invariants()
@@ -212,11 +212,11 @@ class SlotAllocator:
             assert not self._taken[slot], f"slot {slot} is free and taken"
             seen[slot] = 1
         taken = sum([1 for slot in range(self.issued) if self._taken[slot]])
-        assert taken + len(ready) + len(pending) + len(aside) == self.issued, "a slot id is nowhere"
+        assert taken + len(ready) + len(pending) + len(aside) == self.issued, "a slot id has no state"
         assert self.free == self._num_recycled() + max(self._target - self.issued, 0), f"free count {self.free} is wrong"
         for slot in ready + pending:
-            assert slot < self._target, f"slot {slot} may not be issued any more"
+            assert slot < self._target, f"slot {slot} is above the target of a shrink, but not set aside"
         for slot in aside:
-            assert slot >= self._target, f"slot {slot} was set aside for nothing"
+            assert slot >= self._target, f"slot {slot} is below the target of a shrink, but set aside"
         for number in self._lost:
-            assert number >= self.capacity, f"slot {number} has memory, and counts as lost"
+            assert number >= self.capacity, f"slot {number} has memory, but counts as lost"

@@ -1,7 +1,8 @@
-"""A cell: one pool group on one level, with everything that belongs to it: slots, pages, memory.
+"""A cell: one pool group on one level, with its slots, its pages and its memory.
 
-Rule: a page that has a slot is in exactly one list of its cell: evictable in the order of eviction, droppable and held ones apart,
-or pinned. A page that is neither needed nor owned is freed at once. Nothing here copies bytes, calls an owner or plans.
+Rule: each page with a slot is in exactly one list of its cell. Evictable pages are in eviction order, in separate lists for
+droppable and held ones; the others are pinned. A page without lock, hold and owner is freed at once. A cell copies no bytes,
+calls no owner and plans nothing.
 """
 
 from __future__ import annotations
@@ -21,75 +22,75 @@ from kv_cache_manager_v2.storage.tiers import Tier
 
 _log: Final = logging.getLogger(__name__)
 
-# Pages of a match may stay linked among the droppable ones, since most are locked next. Making room parts those that it meets from
-# the others; the bound keeps that short.
+# Newly held pages of a match stay in the droppable list, up to this number, since most are locked next. An eviction that meets them
+# moves them to the held list.
 MOST_JUST_HELD: Final = 256
 
 
 class Cell:
-    """Slots of one pool group on one level, the pages in them, and the memory: an arena for each pool."""
+    """The slots of one pool group on one level, the pages in them, and an arena for each pool."""
 
     def __init__(self, timeline: Timeline, level: int, pool_group: int, tier: Tier, keeps_held: bool) -> None:
-        """`keeps_held`: held pages have nowhere to go from here, so they are pinned."""
+        """`keeps_held`: held pages are pinned, as on the last level, from which they cannot be moved."""
         self.level = level
         self.pool_group = pool_group
         self.tier = tier
         self.keeps_held = keeps_held
-        self.pins_all = False  # pages here are about to move on, and are nothing to evict: swap slots
+        self.pins_all = False  # for swap slots: their pages are never evicted
         self.allocator = SlotAllocator(timeline, 0)
         self.arenas: list[Arena] = []  # by pool, all with as many slots
-        self.evictable = 0  # pages in the order of eviction, those with file transfers in flight included
+        self.evictable = 0  # evictable pages, including those with file transfers in flight
         self.droppable = PageQueue()
         self.held = PageQueue()
-        self.busy = PageList()  # evictable but for file transfers in flight
+        self.busy = PageList()  # evictable once their file transfers have ended
         self.pinned = PageList()
         self._clock = 0  # age of the youngest page
         self._just_held = 0  # pages in `droppable` that are held
         self.writes: dict[int, int] = {}  # slot -> file transfers that may still write to it
-        self.kept: dict[int, Point] = {}  # slot whose page has left it, kept for such a transfer -> end of its last use
-        self.swap: Cell | None = None  # pages of this level that wait in swap slots until a slot here is free
+        self.kept: dict[int, Point] = {}  # slot without a page that such a transfer may write to -> end of its last use
+        self.swap: Cell | None = None  # pages of this level that wait in swap slots for a free slot
 
     # --- counts, O(1)
 
     @property
     def total(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self.allocator.capacity
 
     @property
     def free(self) -> int:
-        """Slots that can be had without evicting anything; negative while pages in swap slots wait for more than there are."""
+        """Slots free without eviction, less those for pages in swap slots; so it can be negative."""
         swap = self.swap
         return self.allocator.free if swap is None else self.allocator.free - swap.allocator.num_taken()
 
     @property
     def num_droppable(self) -> int:
-        """Pages that may be dropped now."""
+        """Pages that can be dropped now."""
         return self.droppable.length - self._just_held
 
     @property
     def num_held(self) -> int:
-        """Pages that may be moved down now, and not dropped."""
+        """Pages that can be offloaded now, but not dropped."""
         return self.held.length + self._just_held
 
     # --- pages
 
     def enter(self, page: Page) -> None:
-        """The page has a slot here now. It is pinned until `requeue` decides."""
+        """Add a page that has a slot here now. It is pinned until `requeue`."""
         assert page.before is None, "a page entered a list while it was in one"
         self.pinned.append(page)
 
     def leave(self, page: Page) -> None:
-        """The page is about to lose its slot."""
+        """Remove a page that is about to lose its slot."""
         self._unlink(page)
         page.list = PINNED
         page.before = None
         page.after = None
 
     def requeue(self, page: Page) -> None:
-        """Put a page into the list that its counters, owner and transfers ask for, or free it.
+        """Put a page into the list for its counters, owner and transfers, or free it.
 
-        A page that becomes evictable is the youngest of its priority. One that was evictable keeps its age.
+        A page that becomes evictable is the youngest of its priority. An evictable page keeps its age.
         """
         if page.locks > 0:
             wanted = PINNED
@@ -124,34 +125,34 @@ class Cell:
                 self.busy.append(page)
 
     def hold(self, page: Page) -> None:
-        """As `requeue`, for a page that was just held for the first time."""
+        """As `requeue`, after a page got its first hold."""
         if page.list == DROPPABLE and not self.keeps_held and self._just_held < MOST_JUST_HELD:
             page.list = JUST_HELD
             self._just_held += 1
         else:
             self.requeue(page)
 
-    def part(self, page: Page) -> None:
-        """A page that was just held is linked among the held ones, at its age."""
+    def move_to_held(self, page: Page) -> None:
+        """Move a newly held page from the droppable list to the held list, by its age."""
         self._unlink(page)
         page.list = HELD
         self.evictable += 1
         self.held.insert(page)
 
     def pin(self, page: Page) -> None:
-        """The page is not evictable any more."""
+        """Move an evictable page to the pinned list."""
         self._unlink(page)
         page.list = PINNED
         self.pinned.append(page)
 
     def renew(self, page: Page) -> None:
-        """An evictable page becomes the youngest of its priority."""
+        """Make an evictable page the youngest of its priority."""
         wanted = page.list
         self._unlink(page)
         self._join(page, wanted)
 
     def set_priority(self, page: Page, priority: int) -> None:
-        """Change a page's priority; an evictable one becomes the youngest of the new one."""
+        """Change a page's priority. An evictable page becomes the youngest of the new priority."""
         wanted = page.list
         if wanted == PINNED:
             page.priority = priority
@@ -193,14 +194,14 @@ class Cell:
     # --- slots
 
     def free_page(self, page: Page) -> None:
-        """The page is gone: in no list, and its slot is free once its last use is done."""
+        """Free a page: it leaves its list, and its slot is free once its last use has ended."""
         self.leave(page)
         slot = page.slot
         page.slot = NO_SLOT
         self.free_slot(slot, page.ready)
 
     def free_slot(self, slot: SlotId, point: Point) -> None:
-        """Free a slot after `point`, and after the file transfers that may still write to it."""
+        """Free a slot after `point`, and after all file transfers that may still write to it."""
         if self.writes and slot in self.writes:
             assert slot not in self.kept, "a slot was freed twice"
             self.kept[slot] = point
@@ -208,11 +209,11 @@ class Cell:
         self.allocator.release(slot, point)
 
     def begin_write(self, slot: SlotId) -> None:
-        """A file transfer that writes to the slot is under way."""
+        """Count a file transfer that may write to the slot."""
         self.writes[slot] = self.writes.get(slot, 0) + 1
 
     def end_write(self, slot: SlotId) -> None:
-        """A file transfer no longer writes to the slot."""
+        """Record that a file transfer can no longer write to the slot."""
         count = self.writes[slot] - 1
         if count > 0:
             self.writes[slot] = count
@@ -224,7 +225,7 @@ class Cell:
     # --- memory
 
     def resize_memory(self, num_slots: int) -> None:
-        """Give every pool this many slots. On an error each arena has what it says; see `Arena.resize`."""
+        """Resize every arena to this many slots. After an error their sizes may differ; see `Arena.resize`."""
         for arena in self.arenas:
             arena.resize(num_slots)
 
@@ -233,17 +234,17 @@ class Cell:
         return min([arena.num_slots for arena in self.arenas])
 
     def has_memory(self, page: Page) -> bool:
-        """Whether the page's slot has memory: not so for a lost page, when the device did not give memory back after a resize."""
+        """Whether the page's slot has memory. False only for lost pages, after a failed resize lost their memory."""
         return page.slot < self.allocator.capacity
 
     def most_slots(self) -> int:
-        """Slots that the arenas could ever have; -1: no bound."""
+        """The most slots that the arenas can have; -1: no bound."""
         bounds = [arena.most_slots() for arena in self.arenas]
         bounds = [bound for bound in bounds if bound >= 0]
         return min(bounds) if bounds else -1
 
     def close_memory(self) -> None:
-        """Free all memory; tries every pool, and raises the first error at the end. Can be tried again."""
+        """Free the memory of every pool, then raise the first error. Can be called again after an error."""
         failure: BaseException | None = None
         for arena in self.arenas:
             try:
@@ -253,10 +254,10 @@ class Cell:
         if failure is not None:
             raise failure
 
-    # --- the end, and checks
+    # --- closing and checks
 
     def close(self) -> None:
-        """Cut the links of all pages."""
+        """Clear the links of all pages."""
         self.droppable.close()
         self.held.close()
         self.busy.close()
@@ -265,21 +266,21 @@ class Cell:
         self._just_held = 0
 
     def order(self) -> list[Page]:
-        """The evictable pages, next one to be evicted first. O(pages log pages)."""
+        """The evictable pages, the next one to be evicted first. O(pages log pages)."""
         found = self.droppable.pages() + self.held.pages() + self.busy.pages()
         keys = sorted([(page.priority, page.age) for page in found])
         by_key = {(page.priority, page.age): page for page in found}
         return [by_key[key] for key in keys]
 
     def pages(self) -> list[Page]:
-        """All pages: the evictable ones, next one to be evicted first, then the pinned ones. O(pages log pages)."""
+        """All pages: the evictable ones in eviction order, then the pinned ones. O(pages log pages)."""
         return self.order() + self.pinned.pages()
 
     def __repr__(self) -> str:
         return f"level {self.level}, pool group {self.pool_group}"
 
     def check_invariants(self, left: Sequence[SlotId] = ()) -> None:
-        """Slots, lists of pages and counts agree; `left` are slots kept for copies that failed. O(issued slots)."""
+        """Assert that slots, lists and counts agree. `left` has slots that failed copies keep. O(slots)."""
         self.allocator.check_invariants()
         self.droppable.check_invariants()
         self.held.check_invariants()
@@ -325,4 +326,4 @@ class Cell:
         else:
             wanted = BUSY_DROPPABLE if busy else DROPPABLE
         found = HELD if page.list == JUST_HELD else int(page.list)
-        assert found == wanted, f"{where}: it is in list {page.list}, and belongs into {wanted}"
+        assert found == wanted, f"{where}: it is in list {page.list}, but belongs in {wanted}"

@@ -1,7 +1,4 @@
-"""All cells of a manager: one for each pool group on each level, and their memory, taken and freed together.
-
-Rule: memory is taken here and nowhere else, all of it or none.
-"""
+"""All cells of a manager: one for each pool group on each level. Their memory is allocated and freed together."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class Cells:
         sizings: Sequence[LevelSizing],
         tier_configs: Sequence[CacheTierConfig],
     ) -> None:
-        """Takes all memory of all levels, or raises and takes none."""
+        """Allocates the memory of all levels. On an exception, none remains allocated."""
         self.by_group: list[list[Cell]] = [[] for _group in range(layout.num_pool_groups)]  # by pool group, then by level
         self.swaps: list[Cell] = []  # cells of swap slots; see Mover
         self.tiers: list[Tier] = []  # by level
@@ -51,13 +48,13 @@ class Cells:
             raise
 
     def _free_unbuilt(self) -> None:
-        """A level could not be built. What the device refuses to take back is named in the log, and stays taken."""
+        """Free the memory after a failed construction. Memory that the device refuses to free is logged."""
         for _attempt in range(2):
             try:
                 self.close_memory([])
                 return
-            except BaseException as error:  # the first error is raised already
-                _log.error("memory of a manager that could not be built was not freed: %r", error)
+            except BaseException as error:  # the caller raises the first error
+                _log.error("after a failed construction of a manager, memory could not be freed: %r", error)
 
     def of_level(self, level: int) -> list[Cell]:
         """The cells of a level, by pool group."""
@@ -68,7 +65,7 @@ class Cells:
         return [cell for column in self.by_group for cell in column] + self.swaps
 
     def close_memory(self, spared: list[Cell]) -> None:
-        """Free the memory of all cells but some. Tries every cell, and raises the first error at the end."""
+        """Free the memory of all cells but `spared`, then raise the first error."""
         failure: BaseException | None = None
         for cell in self.all():
             if cell not in spared:

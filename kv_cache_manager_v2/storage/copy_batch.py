@@ -1,31 +1,31 @@
-"""A batch of copies on its way from one cell to another: what is reserved for it, and what the device was told.
+"""A batch of copies from one cell to another: what is reserved for it, and what is queued.
 
-Rule: a batch owns its destination slots, its staging pieces and its file transfers until it is installed or abandoned. Only then
-does any of it show in pages and cells.
+A batch owns its destination slots, staging regions and file transfers until it is installed or canceled. Until then pages and cells
+do not refer to them.
 """
 
 from __future__ import annotations
 
-from kv_cache_manager_v2.device.staging import StagingPiece
+from kv_cache_manager_v2.device.staging import StagingRegion
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId, Stream
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.page import Page
 
 
 class Transfer:
-    """One file read or write that the host has not seen the end of."""
+    """One file read or write in flight."""
 
-    def __init__(self, gate: int, index: int, piece: StagingPiece | None) -> None:
+    def __init__(self, gate: int, index: int, region: StagingRegion | None) -> None:
         self.gate = gate
-        self.index = index  # in its batch, of the page whose bytes it carries
-        self.piece = piece  # staging piece that it reads or writes
+        self.index = index  # index of its page in the batch
+        self.region = region  # staging region that it reads or writes
         self.page: Page | None = None  # the page that depends on it; None once no page does
         self.cell: Cell | None = None  # of the slot that it writes to; None if it writes to no slot
         self.slot = NO_SLOT
-        self.passed: Point = NULL_POINT  # the copy stream is past the gate: only then may the gate be released
+        self.passed: Point = NULL_POINT  # point at which the stream has passed the gate, which may then be released
         self.timed_out = False
-        self.is_copy = False  # stands for a copy of the page's unconfirmed bytes: another entry owns the gate
-        self.batch: CopyBatch | None = None  # the abandoned batch that keeps its gate
+        self.is_copy = False  # an entry for a copy of unconfirmed bytes; another entry owns the gate
+        self.batch: CopyBatch | None = None  # the canceled batch that it belongs to
 
 
 class Segment:
@@ -36,22 +36,22 @@ class Segment:
         self.pool = pool
         self.offset = offset  # in the slot
         self.nbytes = nbytes
-        self.address = 0  # where in staging it passes
+        self.address = 0  # in staging
 
 
 class StagedCopy:
-    """Segments that pass through one piece of staging."""
+    """Segments that pass through one region of staging."""
 
-    def __init__(self, piece: StagingPiece, segments: list[Segment]) -> None:
-        self.piece = piece
+    def __init__(self, region: StagingRegion, segments: list[Segment]) -> None:
+        self.region = region
         self.segments = segments
-        self.rounds = 0  # pieces of the same batch that have used the same memory before
+        self.rounds = 0  # earlier regions of the batch in the same memory
         self.transfers: list[Transfer] = []
-        self.waited = 0  # so many of them, from the front, are ones that the stream was told to wait for
+        self.waited = 0  # how many of the first transfers the stream waits for
 
 
 class CopyBatch:
-    """Bytes of pages of one pool group that go from one cell to another (or the same): from source_slots[i] to slots[i]."""
+    """Copies from source_slots[i] of one cell to slots[i] of another or the same, in one pool group."""
 
     def __init__(self, source: Cell, cell: Cell) -> None:
         self.source = source
@@ -59,18 +59,18 @@ class CopyBatch:
         self.source_slots: list[SlotId] = []
         self.slots: list[SlotId] = []
         self.free_from: list[Point] = []  # ends of the last uses of the slots
-        self.waits: list[Point] = []  # what the batch waits for: these, and the source pages' points
+        self.waits: list[Point] = []  # the points that the batch waits for
         self.stream: Stream | None = None  # the copy stream, once work may have been queued on it
-        self.staged: list[StagedCopy] = []  # not released yet, oldest first
-        self.under_way = 0  # the first of them whose segments have not come out
+        self.staged: list[StagedCopy] = []  # those not released, oldest first
+        self.emptied = 0  # how many of the first are emptied
         self.transfers: list[Transfer] = []
-        self.gates: list[int] = []  # of transfers without staging, that the stream has yet to be told to wait for
-        self.source_free: Point = NULL_POINT  # from which on the source slots may be overwritten
-        self.ready: Point = NULL_POINT  # from which on the destination slots hold the bytes
-        self.end: Point = NULL_POINT  # of an abandoned batch: after all that was queued
+        self.gates: list[int] = []  # of transfers without staging, which the stream still has to wait for
+        self.source_free: Point = NULL_POINT  # after it the source slots may be overwritten
+        self.ready: Point = NULL_POINT  # after it the destination slots have the bytes
+        self.end: Point = NULL_POINT  # of a canceled batch: after all queued work
 
     def reserve(self, page: Page) -> None:
-        """Take a destination slot for a page's bytes. Raises OutOfPagesError if none is free."""
+        """Reserve a destination slot for a page's bytes. Raises OutOfPagesError if none is free."""
         slot, free_from = self.cell.allocator.allocate()
         self.free_from.append(free_from)
         self.slots.append(slot)
@@ -78,16 +78,18 @@ class CopyBatch:
         self.waits.append(page.ready)
         self.source_slots.append(page.slot)
 
-    def add_transfers(self, gates: list[int], indices: list[int], piece: StagingPiece | None, writes_slot: bool) -> list[Transfer]:
-        """Note file transfers just queued, of these pages of the batch."""
+    def add_transfers(
+        self, gates: list[int], indices: list[int], region: StagingRegion | None, writes_slot: bool
+    ) -> list[Transfer]:
+        """Add file transfers that were queued for these pages of the batch."""
         added: list[Transfer] = []
         for i in range(len(gates)):
-            transfer = Transfer(gates[i], indices[i], piece)
+            transfer = Transfer(gates[i], indices[i], region)
             if writes_slot:
                 transfer.cell = self.cell
                 transfer.slot = self.slots[indices[i]]
-            if piece is not None:
-                piece.transfers += 1
+            if region is not None:
+                region.transfers += 1
             added.append(transfer)
         self.transfers += added
         return added

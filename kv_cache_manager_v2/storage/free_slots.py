@@ -1,7 +1,6 @@
 """Free slots in the order of their release, each with the end of its last use.
 
-Rule: numbers that grow with the slots lie side by side in packed memory. A list of them would be walked by every full collection
-of the cyclic collector, in the middle of a serving step.
+They are in packed arrays. A list of numbers would be traversed by every full garbage collection, in the middle of a serving step.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from mypy_extensions import i64
 
 from kv_cache_manager_v2.ids import Point, SlotId
 
-COMPACT_FROM: Final = 256  # places left empty at the old end before the rest moves up: each slot moves once at most, on average
+COMPACT_FROM: Final = 256  # unused entries at the front before the rest is moved: at most one move per slot, on average
 
 
 class FreeSlots:
-    """A queue whose slots leave near its old end. Every operation is O(1), amortised; positions count from the oldest."""
+    """A queue from which slots near its front are taken. Operations are O(1) amortised. Positions count from the oldest slot."""
 
     def __init__(self) -> None:
         self._slots: vec[i64] = vec[i64]()
@@ -29,7 +28,7 @@ class FreeSlots:
         return self._end - self._beg
 
     def push(self, slot: SlotId, point: Point) -> None:
-        """Join at the young end; `point` is the end of the slot's last use."""
+        """Append a slot whose last use ends at `point`."""
         end = self._end
         if end < len(self._slots):
             self._slots[end] = slot
@@ -46,7 +45,7 @@ class FreeSlots:
         return Point(self._points[self._beg + index])
 
     def take(self, index: int) -> SlotId:
-        """Take a slot out of the queue; the oldest takes its place."""
+        """Remove a slot; the oldest one gets its position."""
         beg = self._beg
         slot = SlotId(self._slots[beg + index])
         if index > 0:
@@ -68,13 +67,13 @@ class FreeSlots:
         return slot
 
     def clear(self) -> None:
-        """Remove all slots, and free their memory."""
+        """Remove all slots."""
         self._slots = vec[i64]()
         self._points = vec[i64]()
         self._beg = 0
         self._end = 0
 
     def check_invariants(self) -> None:
-        assert len(self._slots) == len(self._points), "a waiting slot without its point"
+        assert len(self._slots) == len(self._points), "a slot without its point"
         assert 0 <= self._beg <= self._end <= len(self._slots), f"slots {self._beg} to {self._end} of {len(self._slots)} wait"
-        assert self._beg == 0 or self._beg < self._end, "an empty queue begins late"
+        assert self._beg == 0 or self._beg < self._end, "an empty queue has unused entries"

@@ -63,7 +63,7 @@ class Handovers:
         """The caller's call failed: the pages keep their slots and their locks. Never raises."""
         for handover in self.begun:
             if handover.batch is not None:
-                self._hierarchy.in_flight.abandon(handover.batch)
+                self._hierarchy.in_flight.cancel(handover.batch)
         self.begun = []
 
     def finish(self) -> None:
@@ -82,8 +82,8 @@ class Handovers:
                 mover.drop_handed_over(page)
             cell.enter(handover.successor)
         self.begun = []
-        mover.tell_gone()
-        mover.tell_moved()
+        mover.notify_gone()
+        mover.notify_moved()
 
 
 def _split(plan: GroupPlan, dropped: list[Page], moved: list[tuple[int, Page]]) -> None:

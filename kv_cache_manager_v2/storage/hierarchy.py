@@ -1,14 +1,14 @@
-"""All cache levels of a manager: which pages are needed, and making room.
+"""All cache levels of a manager: the states of pages, and eviction.
 
-Rule: the counters, the cell, the slot and the links of a page change only in this folder. Whatever can run out of slots is planned
-first over all levels, so that a `Shortage` leaves everything as it was; what remains to fail after that is the device.
+Only this folder changes the counters, cell, slot and links of a page. A call that may run out of slots first plans over all
+levels, so a `Shortage` changes nothing. After that only the device can fail.
 
-A page's life, by its counters and its owner:
+The counters and the owner of a page decide its state:
 
-    locks > 0                    on the GPU, immovable, pinned
-    holds > 0, no lock           evictable: moved down at need; pinned on the last level
-    neither, owned by a block    evictable: moved down or dropped at need; the owner is told
-    neither, no owner            gone: its slot is free once its last use is done
+    locks > 0                    on the GPU, not movable, pinned
+    holds > 0, no lock           evictable by offloading; pinned on the last level
+    neither, owned by a block    evictable by offloading or dropping; the owner is notified
+    neither, no owner            gone: its slot is free once its last use has ended
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, PIECE_ALIGNMENT, StagingRing
+from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, REGION_ALIGNMENT, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, Point, Stream
@@ -38,11 +38,11 @@ from kv_cache_manager_v2.storage.planner import Planner, Shortage
 from kv_cache_manager_v2.storage.tiers import Tier
 
 _log: Final = logging.getLogger(__name__)
-MIN_RING_BYTES: Final = 4 << 20  # of the staging ring, however small the GPU tier is
+MIN_RING_BYTES: Final = 4 << 20  # the smallest staging ring
 
 
 class Hierarchy(PageKeeper):
-    """Pages on all levels. Calls that concern one page are O(1); those that make room are O(pages that move or are dropped)."""
+    """Pages on all levels. Calls for one page are O(1). Calls that evict are O(pages that are moved or dropped)."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Hierarchy(PageKeeper):
         tier_configs: Sequence[CacheTierConfig],
         counters: MovementCounters,
     ) -> None:
-        """Takes all memory of all levels, or raises and takes none."""
+        """Allocates the memory of all levels. On an exception, none remains allocated."""
         self.num_levels = len(sizings)
         self.num_groups = layout.num_pool_groups
         self.layout = layout
@@ -79,7 +79,7 @@ class Hierarchy(PageKeeper):
         self.planner = Planner(self.cells)
 
     def tier(self, level: int) -> Tier:
-        """What is particular to a level's kind of memory."""
+        """The tier of a level."""
         return self._all_cells.tiers[level]
 
     def level_cells(self, level: int) -> list[Cell]:
@@ -101,11 +101,11 @@ class Hierarchy(PageKeeper):
         return self.cells[pool_group][level].total
 
     def free(self, level: int, pool_group: int) -> int:
-        """Slots that can be had without evicting anything."""
+        """Slots that are free without eviction."""
         return max(0, self.cells[pool_group][level].free)
 
     def evictable(self, level: int, pool_group: int) -> int:
-        """Slots whose pages could be dropped or moved down."""
+        """Slots whose pages can be offloaded or dropped."""
         return self.cells[pool_group][level].evictable
 
     def unavailable(self, level: int, pool_group: int) -> int:
@@ -114,36 +114,35 @@ class Hierarchy(PageKeeper):
         return cell.total - max(0, cell.free) - cell.evictable
 
     def utilization(self, level: int, pool_group: int) -> float:
-        """Share of the slots that are unavailable, 0..1."""
+        """The fraction of the slots that are unavailable."""
         total = self.cells[pool_group][level].total
         return self.unavailable(level, pool_group) / total if total > 0 else 0.0
 
     @property
     def transfers_in_flight(self) -> int:
-        """What `settle` has to look after: file transfers, copies that failed, pages in swap slots, and lost pages of which the
-        owners do not know."""
+        """The amount of work for `settle`: file transfers, canceled batches, lost pages and pages in swap slots."""
         return self.in_flight.in_flight + len(self.in_flight.lost) + self.mover.swapped
 
     # --- addresses
 
     def base_address(self, level: int, pool_group: int, pool: int) -> int:
-        """Address of slot 0 in a pool; constant for the manager's life on the GPU. On disk: an offset in the pool's file."""
+        """Address of slot 0 in a pool; on disk an offset in the pool's file. On the GPU it never changes."""
         return self.slot_address(level, pool_group, pool, 0)
 
     def slot_address(self, level: int, pool_group: int, pool: int, slot: int) -> int:
         """Address of a slot in a pool."""
         if self._closed:
-            raise LogicError("the manager has been shut down: its memory is gone")
+            raise LogicError("the manager was shut down: its memory is freed")
         return self.cells[pool_group][level].arenas[pool].address(slot)
 
     # --- one page
 
     def new_page(self, life_cycle: int, priority: int) -> Page:
-        """A page with a free GPU slot, locked once, with no owner; writers wait for its `ready`, the end of the slot's last use.
+        """A page in a free GPU slot, with one lock and no owner. Before writing, wait for `ready`, the end of the slot's last use.
 
-        Raises OutOfPagesError if no slot is free: call `acquire` first.
+        Raises OutOfPagesError if no slot is free; `acquire` frees slots.
         """
-        assert 0 <= priority <= 100, "a page's priority is in 0..100"
+        assert 0 <= priority <= 100, "a page's priority is from 0 to 100"
         cell = self._gpu_of[life_cycle]
         slot, ready = cell.allocator.allocate()
         page = Page(life_cycle, cell, slot, priority, ready)
@@ -152,16 +151,16 @@ class Hierarchy(PageKeeper):
         return page
 
     def lock(self, page: Page) -> None:
-        """A running request uses the page. Raises LogicError unless it is on the GPU."""
+        """Add a lock of an active request. Raises LogicError unless the page is on the GPU."""
         cell = page.cell
         if cell.level != GPU_LEVEL:
-            raise LogicError(f"a page on level {page.level} cannot be locked; bring it to the GPU with `acquire` first")
+            raise LogicError(f"a page on level {page.level} cannot be locked; load it with `acquire` first")
         if page.list != PINNED:
             cell.pin(page)
         page.locks += 1
 
     def unlock(self, page: Page, point: Point) -> None:
-        """One user less; `point` is the end of its work."""
+        """Remove one lock, whose user's work ends at `point`."""
         assert page.locks > 0, "a page was unlocked more often than locked"
         page.ready = self._later(page.ready, point)
         page.locks -= 1
@@ -169,14 +168,14 @@ class Hierarchy(PageKeeper):
             page.cell.requeue(page)
 
     def hold(self, page: Page) -> None:
-        """A suspended request needs the page, on any level. It keeps its place in the order of eviction."""
+        """Add a hold of a suspended request, on any level. The page keeps its position in the eviction order."""
         assert page.slot != NO_SLOT, "a page that is gone was held"
         page.holds += 1
         if page.holds == 1:
             page.cell.hold(page)
 
     def release(self, page: Page) -> None:
-        """One hold less; a page that is not needed any more stays with its owner, or is gone."""
+        """Remove one hold. A page without hold, lock and owner is freed."""
         assert page.holds > 0, "a page was released more often than held"
         page.holds -= 1
         if page.holds == 0:
@@ -190,18 +189,18 @@ class Hierarchy(PageKeeper):
             page.cell.renew(page)
 
     def lock_held(self, page: Page) -> None:
-        """One hold becomes a lock. Raises LogicError unless the page is on the GPU."""
+        """Turn one hold into a lock. Raises LogicError unless the page is on the GPU."""
         assert page.holds > 0, "a page that is not held was to be locked"
         cell = page.cell
         if cell.level != GPU_LEVEL:
-            raise LogicError(f"a page on level {page.level} cannot be locked; bring it to the GPU with `acquire` first")
+            raise LogicError(f"a page on level {page.level} cannot be locked; load it with `acquire` first")
         if page.list != PINNED:
             cell.pin(page)
         page.holds -= 1
         page.locks += 1
 
     def hold_locked(self, page: Page, point: Point) -> None:
-        """One lock becomes a hold; `point` is the end of the user's work."""
+        """Turn one lock into a hold. The lock's user's work ends at `point`."""
         assert page.locks > 0, "a page that is not locked cannot be unlocked"
         page.ready = self._later(page.ready, point)
         page.holds += 1
@@ -210,10 +209,7 @@ class Hierarchy(PageKeeper):
             page.cell.requeue(page)
 
     def _later(self, first: Point, second: Point) -> Point:
-        """A point that is over once both are, see `Timeline.merge`.
-
-        The pages of a request mostly have the same points, so the last answer is kept: that halves the cost of closing a request.
-        """
+        """As `Timeline.merge`. Caches the latest result, since pages of a request mostly have equal points."""
         if first == NULL_POINT:
             return second
         if second == NULL_POINT:
@@ -226,43 +222,42 @@ class Hierarchy(PageKeeper):
         self._merged_second = second
         return self._merged
 
-    # --- what the reuse tree asks (PageKeeper)
+    # --- calls of the reuse tree (PageKeeper)
 
     def adopt(self, page: Page, owner: PageOwner, coverage: int) -> None:
-        """The page now belongs to a block, which lists it."""
+        """Make a block the page's owner."""
         assert page.slot != NO_SLOT, "a page that is gone was adopted"
         page.owner = owner
         page.coverage = coverage
         page.cell.requeue(page)
 
     def unlist(self, page: Page) -> None:
-        """Its owner no longer lists the page: gone at once unless it is held or locked."""
+        """Remove the page's owner. The page is freed unless it is held or locked."""
         page.owner = None
         if page.slot != NO_SLOT:
             page.cell.requeue(page)
 
     def drop(self, page: Page) -> None:
-        """Drop a page that its owner no longer lists, if it is droppable and not gone already; the owner is not called."""
+        """Remove the page's owner without calling it, and drop the page if it is droppable."""
         page.owner = None
         if page.slot != NO_SLOT and page.locks == 0 and page.holds == 0:
             self.counters.dropped[page.life_cycle][page.level] += 1
             page.cell.free_page(page)
 
-    # --- making room
+    # --- eviction and loading
 
     def acquire(self, need: Sequence[int], load: list[Page], keep: Sequence[Page] = ()) -> Shortage | None:
-        """Make need[g] GPU slots of each pool group free, and bring all of `load`, which the caller holds, to the GPU.
+        """Free need[g] GPU slots of each pool group, and load all pages of `load`, which the caller holds, to the GPU.
 
-        Neither `load` nor `keep` are evicted. On a Shortage nothing has changed. A device failure is raised; pages not moved by
-        then are where they were. Loaded pages may be used after their `ready` points, and are right once their transfers have
-        ended well.
+        Evicts no page of `load` or `keep`. A Shortage changes nothing. After a device error, pages that have not moved are
+        unchanged. Loaded pages can be used after their `ready` points; their bytes are confirmed once their transfers have ended.
         """
         if self._is_fulfilled(need, load):
             return None
-        return self._make_room(GPU_LEVEL, list(need), load, keep)
+        return self._free_slots(GPU_LEVEL, list(need), load, keep)
 
     def _is_fulfilled(self, need: Sequence[int], load: list[Page]) -> bool:
-        """Whether all that `acquire` is to bring about is there already."""
+        """Whether `acquire` has nothing to do."""
         for group in range(self.num_groups):
             if need[group] > self.gpu[group].allocator.free:
                 return False
@@ -272,7 +267,7 @@ class Hierarchy(PageKeeper):
         return True
 
     def _has_news(self) -> bool:
-        """Look after the file transfers in flight, without waiting. Whether any has ended."""
+        """Process file transfers that have ended, without waiting; whether there were any."""
         before = self.in_flight.in_flight
         if before == 0:
             return False
@@ -280,32 +275,34 @@ class Hierarchy(PageKeeper):
         return self.in_flight.in_flight < before
 
     def raise_priority(self, page: Page, priority: int) -> None:
-        """Evict the page no earlier than this priority says; a page whose priority is higher keeps it."""
+        """Raise the page's priority to at least this one."""
         if priority > page.priority:
             page.cell.set_priority(page, priority)
 
     def prefetch(self, pages: list[Page], level: int) -> Shortage | None:
-        """Bring pages from colder levels to `level`; those on it become the youngest of their priority, warmer ones stay.
+        """Move pages from colder levels to `level`. Evictable ones there become the youngest of their priority.
 
-        On a Shortage nothing has changed. Raises LogicError for a level that does not exist.
+        Pages on warmer levels stay. A Shortage changes nothing. Raises LogicError for an unknown level.
         """
         if not 0 <= level < self.num_levels:
-            raise LogicError(f"there is no cache level {level}; levels are 0 to {self._last}")
-        shortage = self._make_room(level, self._no_need.copy(), pages, ())
+            raise LogicError(f"level is {level}; must be from 0 to {self._last}")
+        shortage = self._free_slots(level, self._no_need.copy(), pages, ())
         if shortage is None:
             for page in pages:
                 if page.level == level and page.list != PINNED:
                     page.cell.renew(page)
         return shortage
 
-    def _make_room(self, target: int, need: list[int], load: list[Page], keep: Sequence[Page]) -> Shortage | None:
-        shortage = self._try_room(target, need, load, keep, True)
+    def _free_slots(self, target: int, need: list[int], load: list[Page], keep: Sequence[Page]) -> Shortage | None:
+        shortage = self._try_free_slots(target, need, load, keep, True)
         if shortage is not None and not shortage.permanent and self._has_news():
-            shortage = self._try_room(target, need, load, keep, True)
+            shortage = self._try_free_slots(target, need, load, keep, True)
         return shortage
 
-    def _try_room(self, target: int, need: list[int], load: list[Page], keep: Sequence[Page], move_held: bool) -> Shortage | None:
-        exchange = not self.tier(target).by_file  # pages in swap slots pass through host memory in stream order
+    def _try_free_slots(
+        self, target: int, need: list[int], load: list[Page], keep: Sequence[Page], move_held: bool
+    ) -> Shortage | None:
+        exchange = not self.tier(target).by_file  # swap slots are host memory, in stream order
         shortage = self.planner.plan(target, need, load, keep, exchange, move_held)
         if shortage is None:
             self.mover.execute(self.planner.plans, target)
@@ -314,9 +311,9 @@ class Hierarchy(PageKeeper):
     # --- copies and take-over
 
     def copy_into(self, source: Page, destination: Page, stream: Stream) -> None:
-        """Queue a copy of a whole slot on the engine's stream, both pages on the GPU; the caller sees to their `ready` points.
+        """Queue a copy of a whole slot on the engine's stream, between GPU pages. The caller updates their `ready` points.
 
-        While the source's bytes are unconfirmed so are the copy's, and both are lost together.
+        The copy's bytes are confirmed or lost with the source's.
         """
         self._queue_copy(source, destination.slot, stream)
         self._install_copy(source, destination)
@@ -331,9 +328,9 @@ class Hierarchy(PageKeeper):
         self.in_flight.inherit(source, copy)
 
     def take_over(self, cold: Page, ours: Page) -> None:
-        """`cold`, a page with identical bytes on a colder level, takes over the GPU slot, the locks and the readiness of `ours`.
+        """Move the GPU slot, the locks and the `ready` point of `ours` to `cold`, a page with equal bytes on a colder level.
 
-        Its own slot is free then, and `ours` is gone. Needs no slot and copies nothing.
+        Frees the slot of `cold`; `ours` is gone. Needs no free slot and copies nothing.
         """
         assert cold.level != GPU_LEVEL
         assert ours.level == GPU_LEVEL
@@ -346,7 +343,7 @@ class Hierarchy(PageKeeper):
         source.leave(cold)
         source.free_slot(cold.slot, cold.ready)
         if cold.transfers > 0:
-            self.in_flight.disown(cold)
+            self.in_flight.detach(cold)
         cell = ours.cell
         cell.leave(ours)
         cold.cell = cell
@@ -364,11 +361,10 @@ class Hierarchy(PageKeeper):
             owner.page_relocated(cold, source.level, GPU_LEVEL)
 
     def try_copy(self, source: Page, priority: int, stream: Stream) -> Page | None:
-        """A copy of a page, in a free slot of its level or the nearest colder one that has any.
+        """Copy a page to a free slot of its level or the nearest colder level; None if there is no slot or the page is lost.
 
-        Else room is made, warmest level first, by moving down or dropping droppable pages, never held ones, waiting for nothing.
-        None if that cannot be, or the page is lost. The copy is ordered on `stream`, after all work queued there and before all
-        that follows. It has no owner, lock or hold: the caller adopts it, or frees it with `unlist`.
+        If no slot is free, droppable pages are offloaded or dropped, warmest level first; held pages never. The copy runs in the
+        order of `stream`. It has no owner, lock or hold: the caller adopts it, or frees it with `unlist`.
         """
         cell = None if source.lost else self._cell_for_copy(source)
         if cell is None:
@@ -388,7 +384,7 @@ class Hierarchy(PageKeeper):
                 self.timeline.wait(stream, batch.source_free)
             source_ready = self.timeline.merge(source.ready, batch.source_free)
         except BaseException:
-            self.in_flight.abandon(batch)
+            self.in_flight.cancel(batch)
             raise
         page = Page(source.life_cycle, cell, batch.slots[0], priority, batch.ready)
         cell.enter(page)
@@ -398,10 +394,10 @@ class Hierarchy(PageKeeper):
         return page
 
     def overwrite(self, page: Page, source: Page, stream: Stream) -> bool:
-        """Copy the bytes of `source` over those of a droppable page, both on the GPU; False if it is not that simple.
+        """Copy the bytes of `source` to a droppable page, both on the GPU; False unless both pages allow it.
 
-        Ordered on `stream` like `try_copy`, but takes no slot. The page becomes the youngest of its priority. If the device
-        refuses, the page's bytes are void: the caller drops it.
+        Runs in the order of `stream`, and needs no slot. The page becomes the youngest of its priority. After an exception the
+        page's bytes are undefined, and the caller drops it.
         """
         if page.level != GPU_LEVEL or source.level != GPU_LEVEL or page.list != DROPPABLE or source.lost:
             return False
@@ -420,7 +416,7 @@ class Hierarchy(PageKeeper):
         return True
 
     def _cell_for_copy(self, source: Page) -> Cell | None:
-        """Where a copy of a page can go; room is made if need be."""
+        """A cell with a free slot for a copy of a page, after an eviction if needed; None if there is none."""
         cells = self.cells[source.pool_group]
         for level in range(source.level, self.num_levels):
             if cells[level].free > 0:
@@ -429,15 +425,14 @@ class Hierarchy(PageKeeper):
             if cells[level].num_droppable > 0:
                 need = self._no_need.copy()
                 need[source.pool_group] = 1
-                if self._try_room(level, need, [], [source], False) is None:
+                if self._try_free_slots(level, need, [], [source], False) is None:
                     return cells[level]
         return None
 
     # --- file transfers
 
     def settle(self) -> None:
-        """Look after file transfers in flight: those that ended confirm their pages; a page whose transfer failed or timed out is
-        lost: its owner is told, and a droppable one is freed. O(transfers in flight); nothing to do costs nothing."""
+        """Process ended file transfers: pages are confirmed, or lost, which notifies owners. O(transfers in flight)."""
         in_flight = self.in_flight
         in_flight.poll()
         if in_flight.lost:
@@ -447,43 +442,43 @@ class Hierarchy(PageKeeper):
                 if page.slot == NO_SLOT:
                     continue
                 self.counters.lost[page.life_cycle] += 1
-                self.mover.note_gone(page)
+                self.mover.add_gone(page)
                 if page.locks == 0 and page.holds == 0:
                     page.cell.free_page(page)
-            self.mover.tell_gone()
+            self.mover.notify_gone()
         if self.mover.swapped > 0:
             self.mover.drain_swaps()
 
-    # --- the end, and checks
+    # --- closing and checks
 
     def close(self) -> None:
-        """Wait for all work and free all memory; pages are void. Raises what the device raises, and can be tried again then.
+        """Wait for all work and free all memory. Raises any error of the device; it can then be called again.
 
-        Host memory that a transfer which timed out may still write to is left mapped, with a warning: unmapped, it could become
-        part of another allocation.
+        Host memory that a hanging transfer may still write to is not freed, with a warning: it could become part of another
+        allocation.
         """
         if self._finished:
             return
         self._driver.synchronize()
         self.in_flight.poll()
-        self.in_flight.forget_spent_gates()
+        self.in_flight.release_passed_gates()
         self._closed = True
         for cell in self.all_cells():
             cell.close()
         self._copier.close()
         if self.in_flight.in_flight > 0:
             text = self.in_flight.last_error
-            _log.warning("%d file transfers hang; memory that they use stays: %s", self.in_flight.in_flight, text)
+            _log.warning("%d file transfers hang; the memory that they use is not freed: %s", self.in_flight.in_flight, text)
         self._all_cells.close_memory(self.in_flight.cells_written())
         self._finished = True
 
     def check_invariants(self, pages: Sequence[Page] = ()) -> None:
-        """Slots, lists, links and transfers agree; each of `pages` that is alive is where the hierarchy has it. O(all slots)."""
+        """Assert that slots, lists, links and transfers agree, and that all live pages of `pages` are listed. O(all slots)."""
         self.in_flight.check_invariants(self.all_cells())
         for cell in self.all_cells():
             cell.check_invariants(self.in_flight.kept_slots(cell))
             if not cell.pins_all:
-                assert self.unavailable(cell.level, cell.pool_group) >= 0, f"{cell}: more slots than there are"
+                assert self.unavailable(cell.level, cell.pool_group) >= 0, f"{cell}: more free and evictable slots than there are"
             for arena in cell.arenas:
                 assert arena.num_slots >= cell.total, f"an arena of {cell} is smaller than its slots"
         listed = {id(page) for page in self.all_pages()} if pages else set()
@@ -492,14 +487,14 @@ class Hierarchy(PageKeeper):
                 assert page.before is None, "a page that is gone is listed"
                 assert page.locks + page.holds == 0, "a page that is gone is held or locked"
             else:
-                assert id(page) in listed, f"the page of slot {page.slot} on level {page.level} is nowhere listed"
+                assert id(page) in listed, f"the page of slot {page.slot} on level {page.level} is in no list"
 
     def merge_ready(self, page: Page, point: Point) -> None:
-        """More work was queued on the page's bytes: later users wait for it too."""
+        """Make later users of the page wait for this point too."""
         page.ready = self._later(page.ready, point)
 
 
 def _ring_bytes(layout: StorageLayout, gpu: LevelSizing) -> int:
-    """As large as what can be in transit to or from the GPU at once, within bounds."""
+    """The size of the staging ring: that of the GPU tier, within bounds."""
     gpu_bytes = sum([gpu.slots[group] * layout.slot_bytes(group) for group in range(layout.num_pool_groups)])
-    return round_up(max(MIN_RING_BYTES, min(DEFAULT_RING_BYTES, gpu_bytes)), PIECE_ALIGNMENT)
+    return round_up(max(MIN_RING_BYTES, min(DEFAULT_RING_BYTES, gpu_bytes)), REGION_ALIGNMENT)

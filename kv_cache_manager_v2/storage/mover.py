@@ -1,12 +1,11 @@
-"""Carrying out a plan: drop, tell the owners, then move pages in batches, deepest level first.
+"""Executes plans: drops pages, notifies their owners, then moves pages in batches, coldest level first.
 
-Rule: a move reserves its slots, queues its copies, and then installs both for the whole batch. So a device failure finds every page
-that has not moved at its old place, in its old position. Owners are told from worklists, never inside each other.
+A move reserves slots, queues copies, and then installs the whole batch. After a device error, pages that have not moved are
+unchanged, also in the eviction order. Owners are notified one after the other, never from within each other.
 
-When two levels are full and pages must change places, they go in rounds: whatever fits moves and leaves a free slot for the next
-round. If nothing fits anywhere, some pages of the target level wait in swap slots, a few slots of host memory, for a slot on their
-new level. A page in a swap slot counts for its new level. If the device refuses to go on it stays there, with its bytes, until it
-can go on or is loaded.
+To exchange pages between full levels, moves go in rounds: each moves what fits, which frees slots for the next round. If nothing
+fits, pages of the target level go to swap slots, a few slots of host memory, until their new level has free slots. A page in a
+swap slot counts as one of its new level. After a device error it keeps its bytes there until it moves on or is loaded.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from kv_cache_manager_v2.storage.page import PINNED, Page
 from kv_cache_manager_v2.storage.planner import GroupPlan, exchange_stalls
 from kv_cache_manager_v2.storage.tiers import HostTier
 
-SWAP_SLOTS: Final = 64  # pages that wait in swap slots at once: more only makes the rounds longer
-SWAP_BYTES: Final = 8 << 20  # bound of the swap slots of a cell, unless a single slot is larger
+SWAP_SLOTS: Final = 64  # the most pages in swap slots; more would only make rounds longer
+SWAP_BYTES: Final = 8 << 20  # the most bytes of swap slots of a cell, which has at least one slot
 
 
 class Mover:
-    """Moves and drops pages to make room; nothing else does."""
+    """Moves and drops pages, as plans demand."""
 
     def __init__(
         self,
@@ -49,31 +48,31 @@ class Mover:
         self._copier = copier
         self._in_flight = in_flight
         self._counters = counters
-        self._swaps = cells.swaps  # cells of swap slots made so far
-        self._gone: list[Page] = []  # dropped or lost; their owners are to be told
-        self._telling = False
-        self._moved: list[Page] = []  # on another level now; their owners are to be told ...
-        self._moved_from: list[int] = []  # ... from which level
+        self._swaps = cells.swaps  # cells of swap slots, created when first needed
+        self._gone: list[Page] = []  # dropped or lost pages whose owners must be notified
+        self._notifying = False
+        self._moved: list[Page] = []  # moved pages whose owners must be notified ...
+        self._moved_from: list[int] = []  # ... and their previous levels
 
-    # --- telling owners
+    # --- notifying owners
 
     def drop(self, page: Page) -> None:
-        """Drop a droppable page; its owner is told by `tell_gone`."""
+        """Drop a droppable page. `notify_gone` notifies its owner."""
         assert page.locks + page.holds == 0, "a page that is needed was to be dropped"
         self._counters.dropped[page.life_cycle][page.level] += 1
         page.cell.free_page(page)
-        self.note_gone(page)
+        self.add_gone(page)
 
-    def note_gone(self, page: Page) -> None:
-        """The page was dropped or lost; its owner is told by `tell_gone`."""
+    def add_gone(self, page: Page) -> None:
+        """Add a page that was dropped or lost. `notify_gone` notifies its owner."""
         if page.owner is not None:
             self._gone.append(page)
 
-    def tell_gone(self) -> None:
-        """Tell the owners of dropped and lost pages, in that order. An owner may drop further pages meanwhile."""
-        if self._telling:
-            return  # the outer call goes on with whatever was added
-        self._telling = True
+    def notify_gone(self) -> None:
+        """Notify the owners of dropped and lost pages, in order. An owner may drop further pages."""
+        if self._notifying:
+            return  # the outer call notifies these owners too
+        self._notifying = True
         index = 0
         try:
             while index < len(self._gone):
@@ -85,10 +84,10 @@ class Mover:
                     owner.page_gone(page)
         finally:
             del self._gone[:index]
-            self._telling = False
+            self._notifying = False
 
-    def tell_moved(self) -> None:
-        """Tell the owners of pages that changed their level."""
+    def notify_moved(self) -> None:
+        """Notify the owners of pages that have moved to another level."""
         moved = self._moved
         sources = self._moved_from
         if not moved:
@@ -104,24 +103,24 @@ class Mover:
     # --- plans
 
     def execute(self, plans: list[GroupPlan], target: int) -> None:
-        """Carry out a plan that fits. On a device failure what was done stays done, and the error is raised."""
+        """Execute a plan. After a device error, what was done remains, and the error is raised."""
         for plan in plans:
             self._prepare_swap(plan, target)
         for plan in plans:
             for page in plan.drops:
                 self.drop(page)
         if self._gone:
-            self.tell_gone()
+            self.notify_gone()
         try:
             for plan in plans:
                 self._run_rounds(plan, target)
         finally:
-            self.tell_moved()
+            self.notify_moved()
 
     def _run_rounds(self, plan: GroupPlan, target: int) -> None:
         cells = self._cells[plan.pool_group]
         for level in range(target + 1, len(cells)):
-            if plan.offloads[level]:  # an owner that was told may have dropped some
+            if plan.offloads[level]:  # notified owners may have dropped some
                 plan.offloads[level] = [page for page in plan.offloads[level] if page.slot != NO_SLOT]
         plan.loads = [page for page in plan.loads if page.slot != NO_SLOT]
         while True:
@@ -138,7 +137,7 @@ class Mover:
                 self._swap_out(plan, target)
 
     def _move_some(self, pages: list[Page], cell: Cell) -> int:
-        """Move pages from the front of the list, as many as there are free slots; those moved leave the list."""
+        """Move the first pages of the list, as many as there are free slots, and remove them from the list."""
         if not pages:
             return 0
         total = min(cell.allocator.free, len(pages))
@@ -157,7 +156,7 @@ class Mover:
     # --- swap slots
 
     def _prepare_swap(self, plan: GroupPlan, target: int) -> None:
-        """Make swap slots before anything changes, if the rounds would come to a standstill without them."""
+        """Allocate swap slots before anything changes, if the rounds would stall without them."""
         if not plan.loads or not any(plan.offloads):
             return
         cells = self._cells[plan.pool_group]
@@ -165,7 +164,7 @@ class Mover:
         loads = [0] * len(cells)
         for page in plan.drops:
             free[page.level] += 1
-        leaves_none = False  # pages to load that leave no free slot on their level: a transfer writes to it, or it is a swap slot
+        leaves_none = False  # whether some page to load frees no slot of its level, as a transfer writes to it or it is a swap slot
         for page in plan.loads:
             loads[page.level] += 1
             leaves_none = leaves_none or page.transfers > 0 or page.cell.pins_all
@@ -191,7 +190,7 @@ class Mover:
             swap.allocator.expand(slots)
 
     def _swap_out(self, plan: GroupPlan, target: int) -> None:
-        """Move some pages off the target level that have no slot below yet. They keep their places in the plan."""
+        """Move pages of the target level without a free slot on their new level to swap slots. They stay in the plan."""
         cells = self._cells[plan.pool_group]
         moved = 0
         for level in range(len(cells) - 1, target, -1):
@@ -202,19 +201,18 @@ class Mover:
             if leaving:
                 self.move(leaving, swap)
                 moved += len(leaving)
-        assert moved > 0, "pages must change places, and nothing can move out of their way"
+        assert moved > 0, "pages must be exchanged, and none of them can be moved"
 
     @property
     def swapped(self) -> int:
-        """Pages in swap slots; 0 unless the device refused to go on with an exchange."""
+        """Pages in swap slots; 0 unless a device error has interrupted an exchange."""
         count = 0
         for swap in self._swaps:
             count += swap.allocator.num_taken()
         return count
 
     def drain_swaps(self) -> None:
-        """Move pages out of swap slots into slots of their level, as many as are free. A device that still refuses is asked
-        again later."""
+        """Move pages from swap slots to free slots of their level. After a device error the next call tries again."""
         for swap in self._swaps:
             pages = swap.pinned.pages()
             if pages:
@@ -226,10 +224,7 @@ class Mover:
     # --- one batch
 
     def move(self, pages: list[Page], cell: Cell) -> None:
-        """Copy pages of one cell to free slots of another (or the same), and make the slots theirs.
-
-        Raises what the device raises; then no page has moved.
-        """
+        """Move pages of one cell to free slots of another or the same cell. After a device error no page has moved."""
         source = pages[0].cell
         batch = self.queue_move(pages, cell, NULL_POINT)
         for index in range(len(pages)):
@@ -239,7 +234,7 @@ class Mover:
             if source is cell:
                 page.slot = batch.slots[index]
                 source.free_slot(slot, batch.source_free)
-                continue  # compaction: the page keeps its age, and does not count as moved
+                continue  # compaction: the page keeps its age and is not counted as moved
             source.leave(page)
             page.cell = cell
             page.slot = batch.slots[index]
@@ -265,7 +260,7 @@ class Mover:
                 batch.reserve(page)
             self._copier.queue(batch)
         except BaseException:
-            self._in_flight.abandon(batch)
+            self._in_flight.cancel(batch)
             raise
         return batch
 
@@ -280,11 +275,11 @@ class Mover:
         self._arrive(page, source)
 
     def drop_handed_over(self, page: Page) -> None:
-        """Drop a page that has left its cell, and whose slot another page gets; its owner is told by `tell_gone`."""
+        """Drop a page that has left its cell, and whose slot another page gets; `notify_gone` notifies its owner."""
         page.slot = NO_SLOT
         if page.owner is not None:
             self._counters.dropped[page.life_cycle][page.level] += 1
-            self.note_gone(page)
+            self.add_gone(page)
 
     def _arrive(self, page: Page, source: Cell) -> None:
         cell = page.cell
@@ -292,5 +287,5 @@ class Mover:
         if cell.level != source.level:
             self._counters.moved[page.life_cycle][source.level][cell.level] += 1
             if page.owner is not None:
-                self._moved_from.append(source.level)  # before the page: an interrupt may come in between
+                self._moved_from.append(source.level)  # first: an interrupt here must not leave a page without a level
                 self._moved.append(page)

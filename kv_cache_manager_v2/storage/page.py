@@ -1,8 +1,7 @@
 """The page: one life cycle's slot for one block.
 
-Rule: two counters say who needs a page, nothing else. `locks` counts the running requests that use it, `holds` the suspended ones
-and the matches of requests that have not run yet. LOCKED, HELD and DROPPABLE are derived from them. Only the storage changes a
-page's counters, cell, slot and links.
+`locks` counts the active requests that use a page. `holds` counts suspended requests, also those that were never active. The states
+LOCKED, HELD and DROPPABLE follow from the two counters. Only storage/ changes a page's counters, cell, slot and links.
 """
 
 from __future__ import annotations
@@ -18,60 +17,60 @@ from kv_cache_manager_v2.listener import CachedBlock
 if TYPE_CHECKING:
     from kv_cache_manager_v2.storage.cell import Cell
 
-# The list of its cell that a page is in. Every page with a slot is in exactly one.
-PINNED: Final = 0  # making room must not take it: locked, held on the last level, or without an owner
-DROPPABLE: Final = 1  # may be dropped or moved down
-HELD: Final = 2  # may be moved down, never dropped
-BUSY_DROPPABLE: Final = 3  # as DROPPABLE, once the file transfers that carry its bytes have ended
-BUSY_HELD: Final = 4  # as HELD, once the file transfers that carry its bytes have ended
-JUST_HELD: Final = 5  # as HELD, but still linked among the droppable pages
+# The lists of a cell. Each page with a slot is in exactly one.
+PINNED: Final = 0  # not evictable: locked, held on the last level, or without an owner
+DROPPABLE: Final = 1  # can be offloaded or dropped
+HELD: Final = 2  # can be offloaded, but not dropped
+BUSY_DROPPABLE: Final = 3  # as DROPPABLE, once its file transfers have ended
+BUSY_HELD: Final = 4  # as HELD, once its file transfers have ended
+JUST_HELD: Final = 5  # as HELD, but still in the droppable list
 
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class PageOwner(CachedBlock):
-    """The block of the reuse tree that a page belongs to; the storage knows no more of the tree than this."""
+    """The block of the reuse tree that a page belongs to: all that storage/ knows of the tree."""
 
     @abstractmethod
     def page_gone(self, page: Page) -> None:
-        """The page was dropped or its bytes were lost: remove it. Called from a worklist, when all lists are consistent.
+        """Remove a page that was dropped or lost. Called when all lists are consistent.
 
-        The owner may drop further pages (`PageKeeper.drop`), as when a block's descendants can never match again.
+        The owner may drop further pages (`PageKeeper.drop`), such as those of descendants that can no longer match.
         """
 
     @abstractmethod
     def page_relocated(self, page: Page, source: int, destination: int) -> None:
-        """The page changed its cache level."""
+        """Called after the page has moved to another level."""
 
 
 @mypyc_attr(acyclic=True)
 class Page:
-    """A slot with an owner, a place in the order of eviction, and the point from which its bytes may be used.
+    """A slot with an owner, a position in the eviction order, and the point after which its bytes may be used.
 
-    There is one for every cached block, so small numbers take four bytes or one: 128 bytes in all.
+    Each cached block has pages, so small numbers take four bytes or one: a page takes 128 bytes.
     """
 
     def __init__(self, life_cycle: int, cell: Cell | None, slot: SlotId, priority: int, ready: Point) -> None:
-        """`cell`: None for the sentinel of a list, which has none."""
+        """`cell` is None for the sentinel of a list."""
         # four bytes each, then one byte each: no padding
         self.life_cycle: i32 = life_cycle
-        self.priority: i32 = priority  # 0..100; must not change while evictable
+        self.priority: i32 = priority  # 0 to 100; must not change while it is evictable
         self.holds: i32 = 0
         self.locks: i32 = 0
         self.coverage: i32 = 0  # attention: leading tokens of the block that are valid; SSM: exact position of the snapshot
-        self.transfers: i32 = 0  # file transfers in flight that carry its bytes: until 0, the bytes are unconfirmed
-        self.plans: i32 = 0  # planned drops that name it; the last of them drops it if it is not needed then
-        self.list: u8 = PINNED  # the list of the cell that it is in
+        self.transfers: i32 = 0  # file transfers of its bytes in flight; unless 0, the bytes are unconfirmed
+        self.plans: i32 = 0  # planned drops that include it; the last one drops it if it is droppable
+        self.list: u8 = PINNED  # which list of its cell it is in
         self.indexed = False  # it is an entry of that list's index
-        self.near = False  # that list begins its next search here
-        self.lost = False  # a transfer failed: the bytes are not what they should be
+        self.near = False  # the list starts its next search here
+        self.lost = False  # a transfer failed, so the bytes are wrong
         # eight bytes each
         if cell is not None:
             self.cell = cell  # the pool group and level of its slot
         self.slot = slot  # NO_SLOT once the page is gone
-        self.ready = ready  # readers and writers wait for this point: the last writer, and the last finished reader
-        self.age = 0  # number of its last joining of the order of eviction in its cell: the smaller goes first
-        self.mark = 0  # number of the last plan that spared it
-        self.owner: PageOwner | None = None  # the tree block that lists it; None if it is private to a request, or no longer listed
+        self.ready = ready  # users wait for this point: the end of the last write and of finished reads
+        self.age = 0  # when it entered the eviction order of its cell; smaller ones are evicted first
+        self.mark = 0  # number of the latest plan that must not evict it
+        self.owner: PageOwner | None = None  # its tree block; None if it is private to a request
         self.next_in_block: Page | None = None  # the owner's next page, of a higher life cycle
         self.before: Page | None = None  # neighbours in the list of its cell; None once gone
         self.after: Page | None = None
@@ -88,11 +87,11 @@ class Page:
 
     @property
     def queued(self) -> bool:
-        """Whether it is in the order of eviction of its cell."""
+        """Whether it is in the eviction order of its cell."""
         return self.list != PINNED
 
     def status(self) -> PageStatus:
-        """LOCKED, HELD or DROPPABLE, by its counters."""
+        """LOCKED, HELD or DROPPABLE, as its counters say."""
         if self.locks > 0:
             return PageStatus.LOCKED
         if self.holds > 0:
@@ -106,22 +105,22 @@ class Page:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PageKeeper(ABC):
-    """What the reuse tree asks of the storage: the three ways in which a page's owner changes. None of them calls an owner.
+    """How the reuse tree changes the owners of pages. These calls are O(1) and call no owner.
 
-    The tree lists a page after `adopt`, and no longer lists it before `unlist` and `drop`. All three are O(1).
+    The tree adds a page to a block after `adopt`, and removes it before `unlist` or `drop`.
     """
 
     @abstractmethod
     def adopt(self, page: Page, owner: PageOwner, coverage: int) -> None:
-        """The page now belongs to the owner and covers `coverage` tokens of its block; a droppable one becomes evictable.
+        """Make `owner` the page's owner; the page covers `coverage` tokens of the block. A droppable page becomes evictable.
 
-        Also called when a page moves from one owner to another.
+        Also used to change the owner of a page.
         """
 
     @abstractmethod
     def unlist(self, page: Page) -> None:
-        """The owner lists a better page instead: this one is freed at once, or with its last hold or lock."""
+        """Remove the page's owner, which has a better page. The page is freed once it has no hold or lock."""
 
     @abstractmethod
     def drop(self, page: Page) -> None:
-        """The owner no longer lists a page that can never match again: a droppable one is freed, and the drop is counted."""
+        """Remove the owner of a page that can no longer match. A droppable page is freed, and counted as dropped."""

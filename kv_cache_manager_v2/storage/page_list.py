@@ -1,10 +1,10 @@
-"""Lists of pages, linked through the pages: the pinned ones of a cell, and the evictable ones in their order of eviction.
+"""Intrusive lists of pages: the pinned pages of a cell, and the evictable ones in eviction order.
 
-Rule: a page with a slot is in exactly one list. Joining at the young end and leaving are O(1), allocate nothing and take no memory,
-so a level's pages are found without a table that the cyclic collector would walk.
+Rule: a page with a slot is in exactly one list. Appending and removing are O(1) and allocate nothing, and there is no table that
+the cyclic collector would have to traverse.
 
-A page that changes from droppable to held, or back, keeps its place in the order. So it joins the other list in the middle, by its
-age. A sparse index finds that place: one entry for some dozens of pages.
+A page that changes between droppable and held keeps its age, so it is inserted in the middle of the other list. A sparse index,
+with one entry for some dozens of pages, finds the position.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, PRIORITY_MAX
 from kv_cache_manager_v2.storage.page import Page
 
 INDEX_SPACING: Final = 64  # pages between two entries of the index; a power of two
-NEAR: Final = 8  # steps taken from where the last page joined before the index is asked: pages of one request are neighbours
+NEAR: Final = 8  # steps from the latest insertion before the index is searched: pages of a request are close to each other
 
 
 class PageList:
-    """A circular list closed by a sentinel. In a list with an order, ages rise from the front to the back."""
+    """A circular list with a sentinel. In an ordered list ages increase from front to back."""
 
     def __init__(self) -> None:
         end = Page(-1, None, NO_SLOT, 0, NULL_POINT)
         end.before = end
         end.after = end
         self.end = end  # the sentinel: its `after` is the first page, its `before` the last
-        self._index: list[Page] = []  # some of the pages, ages rising
-        self._near: Page | None = None  # the page that joined in the middle last
+        self._index: list[Page] = []  # some of the pages, by increasing age
+        self._near: Page | None = None  # the page inserted last
 
     def append(self, page: Page) -> None:
-        """Join at the back."""
+        """Add a page at the back."""
         end = self.end
         last = end.before
-        assert last is not None, "a page joined a list that was closed"
+        assert last is not None, "a page was added to a closed list"
         page.before = last
         page.after = end
         last.after = page
         end.before = page
 
     def insert(self, page: Page) -> None:
-        """Join in the middle, by age. O(log pages), O(1) near the back and near the last page that joined so."""
+        """Add a page by its age. O(log pages); O(1) near the back and near the latest insertion."""
         last = self.end.before
-        assert last is not None, "a page joined a list that was closed"
+        assert last is not None, "a page was added to a closed list"
         if last is self.end or last.age < page.age:
             self.append(page)
         else:
@@ -61,10 +61,10 @@ class PageList:
         page.near = True
 
     def remove(self, page: Page) -> None:
-        """Leave, from any place; the page's own links stay as they are, to be overwritten."""
+        """Remove a page. Its own links are not cleared."""
         before = page.before
         after = page.after
-        assert before is not None, "a page that is in no list was to leave one"
+        assert before is not None, "a page that is in no list was to be removed"
         assert after is not None
         before.after = after
         after.before = before
@@ -81,7 +81,7 @@ class PageList:
         return found
 
     def close(self) -> None:
-        """Cut all links: pages are not seen by the collector, so rings of them would never be freed."""
+        """Clear all links. The collector does not track pages, so cycles of them would never be freed."""
         for page in self.pages():
             page.before = None
             page.after = None
@@ -94,8 +94,8 @@ class PageList:
 
     # --- the index
 
-    def note(self, page: Page) -> None:
-        """Make the last page an entry of the index."""
+    def add_entry(self, page: Page) -> None:
+        """Add the last page to the index."""
         self._index.append(page)
         page.indexed = True
 
@@ -114,7 +114,7 @@ class PageList:
             del self._index[at]
 
     def _entries_older(self, age: int) -> int:
-        """Number of entries of the index that are older."""
+        """The number of index entries with a smaller age."""
         low = 0
         high = len(self._index)
         while low < high:
@@ -126,7 +126,7 @@ class PageList:
         return low
 
     def _older_nearby(self, age: int) -> Page | None:
-        """The last page that is older, or the sentinel if none is, when it is few steps away; None: it is not."""
+        """The last older page, or the sentinel if there is none; None if it is not within a few steps."""
         page = self._near
         if page is None:
             page = self.end.after
@@ -138,7 +138,7 @@ class PageList:
                 if page is self.end or page.age < age:
                     return page
             return None
-        for _i in range(NEAR):  # some page is younger, so the sentinel is not reached
+        for _i in range(NEAR):  # a younger page exists, so the sentinel is not reached
             after = page.after
             assert after is not None
             if after.age > age:
@@ -147,7 +147,7 @@ class PageList:
         return None
 
     def _older_by_index(self, age: int) -> Page:
-        """As `_older_nearby`, from anywhere. A long way from the index gets entries of its own, so the next one is short."""
+        """As `_older_nearby`, at any distance. Adds index entries on a long way, so that later searches are short."""
         at = self._entries_older(age)
         page = self._index[at - 1] if at > 0 else self.end
         steps = 0
@@ -165,7 +165,7 @@ class PageList:
                 at += 1
 
     def check_invariants(self, ordered: bool) -> None:
-        """Links agree both ways, ages rise, and the index names pages of the list. O(pages)."""
+        """Assert that links agree, ages increase if `ordered`, and the index has pages of the list. O(pages)."""
         before = self.end
         page = self.end.after
         indexed: list[Page] = []
@@ -179,15 +179,14 @@ class PageList:
             before = page
             page = page.after
         assert page is None or self.end.before is before, "the sentinel's link disagrees"
-        assert len(indexed) == len(self._index), "the index of a list of pages names others"
+        assert len(indexed) == len(self._index), "the index of a list has pages of other lists"
         for at in range(len(indexed)):
             assert indexed[at] is self._index[at], "the index of a list of pages is out of order"
-        assert near == (1 if self._near is not None else 0), "the place of the next search is not in the list"
+        assert near == (1 if self._near is not None else 0), "the start of the next search is not in the list"
 
 
 class PageQueue:
-    """The order of eviction: lowest priority first, and within a priority the smallest age. One list per priority, made on first
-    use."""
+    """Pages in eviction order: lowest priority first, then smallest age. Each priority has a list, created at first use."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -195,27 +194,27 @@ class PageQueue:
         self._lowest = PRIORITY_MAX + 1  # no list below this one has pages
 
     def push(self, page: Page) -> None:
-        """Join as the youngest of its priority."""
+        """Add a page as the youngest of its priority."""
         pages = self._list_of(page)
         pages.append(page)
         if page.age & (INDEX_SPACING - 1) == 0:
-            pages.note(page)
+            pages.add_entry(page)
         self.length += 1
 
     def insert(self, page: Page) -> None:
-        """Join by age."""
+        """Add a page by its age."""
         self._list_of(page).insert(page)
         self.length += 1
 
     def remove(self, page: Page) -> None:
-        """Leave, from any place."""
+        """Remove a page."""
         pages = self._lists[page.priority]
-        assert pages is not None, "a page left a queue that it was not in"
+        assert pages is not None, "a page was removed from a queue that it is not in"
         pages.remove(page)
         self.length -= 1
 
     def first(self) -> Page | None:
-        """The next page to be evicted; O(1) amortised over pushes, at most the number of priorities."""
+        """The next page to be evicted; None if empty. O(1) amortised, at most O(priorities)."""
         if self.length == 0:
             return None
         priority = self._lowest
@@ -227,7 +226,7 @@ class PageQueue:
             priority += 1
 
     def next(self, page: Page) -> Page | None:
-        """The page to be evicted after this one, None if it is the last. The queue must not change in between."""
+        """The page to be evicted after this one; None if it is the last."""
         after = page.after
         assert after is not None
         if after.life_cycle >= 0:
@@ -239,11 +238,11 @@ class PageQueue:
         return None
 
     def pages(self) -> list[Page]:
-        """All pages in the order of eviction. O(length)."""
+        """All pages in eviction order. O(length)."""
         return [page for pages in self._lists if pages is not None for page in pages.pages()]
 
     def close(self) -> None:
-        """Cut all links."""
+        """Clear all links."""
         for pages in self._lists:
             if pages is not None:
                 pages.close()
@@ -261,7 +260,7 @@ class PageQueue:
         return pages
 
     def check_invariants(self) -> None:
-        """Pages are in the list of their priority, in order, and counted. O(length)."""
+        """Assert that pages are in the list of their priority, in order, and counted. O(length)."""
         length = 0
         for priority in range(PRIORITY_MAX + 1):
             pages = self._lists[priority]

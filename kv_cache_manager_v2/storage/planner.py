@@ -1,10 +1,10 @@
-"""Making room, as arithmetic: what fits on which level, before anything changes.
+"""Plans evictions and loads over all levels, before anything changes.
 
-Rule: planning reads and never writes. It counts, per cell, what is free, which slots the pages to load will leave, and what may be
-evicted. A plan that does not fit leaves no trace but the number of the plan in some pages' marks.
+For each cell it counts the free slots, the slots that the pages to load will free, and the evictable pages. Planning changes only
+the plan numbers in marks of pages, and the list of pages that were just held.
 
-A held page may be moved down but not dropped, so the held pages that a level can take from the one above it are its *intake*:
-intake[l] = open[l] + droppable[l] + intake[l + 1], with intake[last + 1] = 0. Droppable pages can always be dropped.
+Held pages can be offloaded but not dropped. The number of held pages that a level can receive from the level above is its *intake*:
+intake[l] = open[l] + droppable[l] + intake[l + 1], with intake[last + 1] = 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Shortage:
 
     def __init__(self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False) -> None:
         self.pool_group = pool_group
-        self.level = level  # the cache level on which slots were wanted
+        self.level = level  # the level on which slots are missing
         self.missing = missing  # slots short
         self.gate = gate  # refused before looking for room: the pool group is used beyond max_util_for_resume, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
@@ -35,7 +35,7 @@ class Shortage:
 
 
 def intakes(target: int, open_slots: list[int], droppable: list[int]) -> list[int]:
-    """Held pages that each level and those below it can take, by level, with a 0 after the last; 0 above the target."""
+    """The intake of each level below the target; 0 for the others and after the last."""
     last = len(open_slots) - 1
     intake = [0] * (last + 2)
     for level in range(last, target, -1):
@@ -44,16 +44,15 @@ def intakes(target: int, open_slots: list[int], droppable: list[int]) -> list[in
 
 
 def shortfall(goal: int, open_slots: int, droppable: int, held: int, intake_below: int) -> int:
-    """Slots that cannot be had on a level even by evicting all that may be evicted; 0 if the goal can be met."""
+    """Slots that are missing on a level even after evicting all evictable pages; 0 if the goal can be met."""
     return max(0, goal - open_slots - droppable - min(held, intake_below))
 
 
 def exchange_stalls(target: int, free: list[int], loads: list[int], offloads: list[list[int]]) -> bool:
-    """Whether moves in rounds come to a point at which no destination has a free slot.
+    """Whether the rounds of `Mover` stall because no destination has a free slot.
 
-    loads[l] pages go from level l up to the target; offloads[l] lists the source levels of the pages that go down to level l, in
-    order. Mirrors the rounds of `Mover`: deepest destination first, then upwards; a page leaves a free slot where it was. Pure
-    counts.
+    loads[l] pages move from level l to the target. offloads[l] has the source levels of the pages that move to level l, in order.
+    Counts as `Mover` moves: coldest destination first, and each move frees a slot at its source.
     """
     free = free.copy()
     loads = loads.copy()
@@ -85,19 +84,19 @@ def exchange_stalls(target: int, free: list[int], loads: list[int], offloads: li
 
 
 class GroupPlan:
-    """What one pool group does: which pages are dropped, which move down and to where, which come up to the target."""
+    """The plan of one pool group: the pages to drop, to offload and to load."""
 
     def __init__(self, pool_group: int, num_levels: int) -> None:
         self.pool_group = pool_group
-        self.loads: list[Page] = []  # pages to bring to the target, nearest level first
-        self.offloads: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination, in the order of joining it
-        self.drops: list[Page] = []  # in the order of eviction
+        self.loads: list[Page] = []  # pages to move to the target, nearest level first
+        self.offloads: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination, in the order of their arrival
+        self.drops: list[Page] = []  # in eviction order
 
 
-class Victims:
-    """The pages of a cell in the order of eviction, without those that a plan spares. The cell must not change in between.
+class EvictionCursor:
+    """Iterates over the pages of a cell in eviction order, without those that the plan must not evict.
 
-    Held pages are passed over at no cost when they cannot be moved down; once they cannot, they never can again.
+    Skipping all held pages costs nothing; once they are skipped, they are skipped for the rest of the iteration.
     """
 
     def __init__(self, cell: Cell, plan_number: int) -> None:
@@ -117,7 +116,7 @@ class Victims:
             elif page is not None:
                 self._droppable = self._cell.droppable.next(page)
                 if page.list == JUST_HELD and not held_too:
-                    self._cell.part(page)
+                    self._cell.move_to_held(page)
                     continue
             else:
                 return None
@@ -126,31 +125,31 @@ class Victims:
 
 
 def _goes_first(page: Page, other: Page) -> bool:
-    """Whether a page is evicted before another one of its cell."""
+    """Whether a page is evicted before another page of its cell."""
     if page.priority != other.priority:
         return page.priority < other.priority
     return page.age < other.age
 
 
 class GroupCounts:
-    """One pool group, as the latest plan sees it. Lists by level."""
+    """The counts of one pool group in the latest plan. Lists are by level."""
 
     def __init__(self, cells: list[Cell]) -> None:
         levels = len(cells)
         self.cells = cells
-        self.goal = 0  # slots to be free at the target, loads included
-        self.wanted = 0  # slots at the target that the asking request has or gets through the plan
+        self.goal = 0  # slots to free at the target, including those for loads
+        self.wanted = 0  # slots at the target that the request has or gets by the plan
         self.loads: list[Page] = []
-        self.leaving = [0] * levels  # slots that pages to load leave
-        self.spared_held = [0] * levels  # evictable pages that the plan spares
+        self.leaving = [0] * levels  # slots that the pages to load will free
+        self.spared_held = [0] * levels  # evictable pages that the plan must not evict
         self.spared_droppable = [0] * levels
-        self.open = [0] * levels  # slots free once the pages to load have left
-        self.droppable = [0] * levels  # pages that may be dropped
+        self.open = [0] * levels  # free slots, including those that the pages to load will free
+        self.droppable = [0] * levels  # pages that can be dropped
         self.intake: list[int] = []  # see `intakes`
-        self._counted = False  # the three lists above are those of the latest plan
+        self._counted = False  # whether the three lists above are up to date
 
     def start(self, need: int) -> None:
-        """Begin a plan that needs so many slots at the target."""
+        """Begin a plan that needs this many slots at the target."""
         self.goal = need
         self.wanted = need
         self._counted = False
@@ -162,14 +161,14 @@ class GroupCounts:
             self.spared_droppable[level] = 0
 
     def spare(self, page: Page) -> None:
-        """An evictable page is not to be evicted."""
+        """Exclude a page from eviction."""
         if page.list == DROPPABLE:
             self.spared_droppable[page.cell.level] += 1
         elif page.list == HELD or page.list == JUST_HELD:
             self.spared_held[page.cell.level] += 1
 
     def missing(self, target: int, goal: int, move_held: bool, more_held: int = 0) -> int:
-        """Slots that cannot be had at the target; fills in what each level can do."""
+        """Slots that are missing at the target, after evicting all evictable pages."""
         cell = self.cells[target]
         free = max(0, cell.free)
         if goal <= free:
@@ -179,7 +178,7 @@ class GroupCounts:
         return shortfall(goal, free, self.droppable[target], held, self.intake[target + 1])
 
     def count(self, target: int, move_held: bool) -> None:
-        """Fill in what the pool group has on each level, once for each plan. O(levels)."""
+        """Count `open`, `droppable` and `intake`, once for each plan. O(levels)."""
         if self._counted:
             return
         self._counted = True
@@ -191,10 +190,10 @@ class GroupCounts:
 
 
 class Planner:
-    """Plans for one target level at a time; `plans` belongs to the latest one."""
+    """Makes plans for one target level. `plans` has those of the latest call."""
 
     def __init__(self, cells: list[list[Cell]]) -> None:
-        self.number = 0  # of the latest plan; pages marked with it are not evicted
+        self.number = 0  # of the latest plan; it does not evict pages marked with this number
         self._groups = [GroupCounts(column) for column in cells]  # by pool group
         self._move_held = True
         self.plans: list[GroupPlan] = []
@@ -204,8 +203,8 @@ class Planner:
     ) -> Shortage | None:
         """Plan `need[g]` free slots and all of `load` on the target level; neither `load` nor `keep` are evicted.
 
-        exchange: slots that loading pages leave count for the pages that they displace. move_held: whether held pages may be
-        moved down at all. O(groups x levels + pages named, moved or dropped).
+        `exchange`: evicted pages may use the slots that loaded pages free. `move_held`: held pages may be offloaded. O(groups x
+        levels + pages named, moved or dropped).
         """
         self._start(need)
         self._move_held = move_held
@@ -225,9 +224,9 @@ class Planner:
         return None
 
     def plan_trade(self, need: list[int], given: Sequence[Page], held_on: Sequence[Page]) -> Shortage | None:
-        """Plan `need[g]` free GPU slots, where the caller will have unlocked `given` and turned its locks on `held_on` into holds.
+        """Plan `need[g]` free GPU slots for a caller that will unlock `given` and turn its locks on `held_on` into holds.
 
-        These pages leave after all others, in this order, and only if the caller's is the last lock. O(groups x levels + pages
+        These pages are evicted after all others, in this order, and only if no other request locks them. O(groups x levels + pages
         named, moved or dropped).
         """
         self._start(need)
@@ -267,7 +266,7 @@ class Planner:
 
     def _count_load(self, page: Page, target: int, exchange: bool) -> None:
         if page.mark == self.number:
-            return  # named twice
+            return  # it is twice in the list
         self._spare(page)
         cell = page.cell
         counts = self._groups[cell.pool_group]
@@ -276,7 +275,7 @@ class Planner:
             return
         counts.goal += 1
         counts.loads.append(page)
-        if exchange and page.transfers == 0:  # a slot that a file transfer still writes to is not free when its page leaves
+        if exchange and page.transfers == 0:  # else a file transfer may still write to the slot
             counts.leaving[cell.level] += 1
 
     def _spare(self, page: Page) -> None:
@@ -285,9 +284,9 @@ class Planner:
             self._groups[page.cell.pool_group].spare(page)
 
     def _choose(self, counts: GroupCounts, target: int, last: list[Page]) -> GroupPlan:
-        """Walk down from the target: which pages have to leave each level, and which of those from above stay there.
+        """Choose, from the target down, the pages that leave each level, and those that stay on it.
 
-        `last`: pages of the target level that leave it after all others.
+        `last`: pages of the target level that are evicted after all others.
         """
         levels = len(counts.cells)
         plan = GroupPlan(counts.cells[target].pool_group, levels)
@@ -308,12 +307,11 @@ class Planner:
         return plan
 
     def _evict(self, plan: GroupPlan, cell: Cell, arriving: list[Page], short: int, intake: int) -> list[Page]:
-        """Choose `short` pages to leave the level, at most `intake` of them held: residents first, then the oldest of those
-        arriving."""
-        victims = Victims(cell, self.number)
+        """Choose `short` pages to leave the level, at most `intake` of them held: first pages on it, then arriving ones."""
+        candidates = EvictionCursor(cell, self.number)
         leaving: list[Page] = []
         while short > 0:
-            page = victims.next(intake > 0)
+            page = candidates.next(intake > 0)
             if page is None:
                 break
             if page.holds > 0:

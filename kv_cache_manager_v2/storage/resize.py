@@ -1,11 +1,11 @@
-"""A level's slots are divided anew: some pool groups shrink, others grow.
+"""Resizes a level: some pool groups shrink, others grow.
 
-Rule: whether it fits is decided before anything changes. Then the oldest pages make way, as making room always does; pages in slots
-to be cut move to free ones below and keep their age; memory changes; and last, the slots change for all groups at once. If the
-device refuses on the way, every group has its old slots again, or as many as have memory: the level says so, and pages in slots
-without memory are lost.
+Whether the new sizes fit is checked before anything changes. Then the oldest pages are evicted, and pages in slots to be removed
+move to lower slots and keep their age. The memory is resized, and at last the slots of all groups change at once. After a device
+error each group has its old slots, or those that still have memory; pages in slots without memory are lost.
 
-Base addresses on the GPU stay. A page's slot may change, so none may be locked; held pages survive on every level.
+Base addresses on the GPU do not change. Slots of pages may change, so pages in slots to be removed must not be locked. Held pages
+are kept on every level.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _log: Final = logging.getLogger(__name__)
 
 
 class ResizeResult:
-    """What a resize did, or why it could not; true on success."""
+    """What a resize did, or why it was refused. True on success."""
 
     def __init__(self, level: int, old_slots: list[int], new_slots: list[int]) -> None:
         self.ok = True
         self.level = level
         self.old_slots = old_slots  # by pool group
-        self.new_slots = new_slots  # by pool group, as asked
+        self.new_slots = new_slots  # by pool group, as requested
         self.reason = ""  # why it was refused
         self.pool_group = -1  # which pool group did not fit
-        self.missing = 0  # slots short, or pages in the way
-        self.evicted = 0  # pages moved down or dropped
-        self.compacted = 0  # pages moved into slots that stay
+        self.missing = 0  # missing slots, or pages that prevent the resize
+        self.evicted = 0  # pages offloaded or dropped
+        self.compacted = 0  # pages moved to remaining slots
 
     def __reduce__(self) -> tuple[object, ...]:
         numbers = (
@@ -68,10 +68,10 @@ class ResizeResult:
 
 
 def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> ResizeResult:
-    """Give each pool group of a level `sizing.slots[group]` slots. O(slots of the level).
+    """Resize each pool group of a level to `sizing.slots[group]` slots. O(slots of the level).
 
-    A refusal changes nothing and says why. A device failure is raised. All groups then have their old slots, or those that still
-    have memory, which `Hierarchy.sizings` says; pages that had to make room have made it.
+    A refusal changes nothing and has a reason. After a device error, which is raised, all groups have their old slots, or those
+    that still have memory (see `Hierarchy.sizings`); evicted pages remain evicted.
     """
     return _Resize(hierarchy, level, sizing).run()
 
@@ -99,10 +99,10 @@ def _resize_result(
 
 
 class AdjustResult:
-    """What an adjustment did on each level, or why it could not; true on success."""
+    """What an adjustment did on each level, or why it was refused. True on success."""
 
     def __init__(self, levels: list[ResizeResult]) -> None:
-        self.levels = levels  # in the order in which they were tried, coldest first; after a refusal, which is last, none
+        self.levels = levels  # coldest first, up to the first refusal
         self.ok = all(result.ok for result in levels)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -195,25 +195,27 @@ def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[
 
 
 def _resize_back(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
-    """Give a level its size of before, because another level was refused. If that is refused, too, the level keeps what it has."""
+    """Restore the old size of a level after another level was refused. If that is refused too, the new size remains."""
     try:
         back = resize_level(hierarchy, level, sizing)
         if not back.ok:
             _log.error("level %d keeps its new size: %s", level, back.reason)
-    except BaseException as error:  # the first refusal is what the caller learns
-        _log.error("level %d keeps the size that it has: %r", level, error)
+    except BaseException as error:  # the caller gets the first error
+        _log.error("level %d cannot be given its old size: %r", level, error)
 
 
 def _end_transfers(hierarchy: Hierarchy) -> None:
-    """Wait for the file transfers in flight: they may touch memory that is to be cut or moved."""
+    """Wait for the file transfers in flight: they may access memory that is to be freed or moved."""
     if hierarchy.transfers_in_flight > 0:
         hierarchy.in_flight.wait()
         hierarchy.settle()
 
 
 def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> ResizeResult | None:
-    """Why the levels cannot all have these sizes: what must be kept on a level can move to colder ones only, so it must fit
-    into the slots of its level and of those below it, taken together (Hall's condition for chains)."""
+    """The refusal if the levels cannot have these sizes together; None if they can.
+
+    Pages that must be kept can only move to colder levels, so those of a level and all colder ones must fit the slots there.
+    """
     for column in hierarchy.cells:
         kept = 0
         slots = 0
@@ -224,7 +226,7 @@ def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> Resi
             if kept > slots:
                 old = [other.total for other in hierarchy.level_cells(level)]
                 what = f"pages of pool group {cell.pool_group} on level {level} and colder"
-                text = f"{kept - slots} {what} must be kept and would find no slot"
+                text = f"{kept - slots} {what} must be kept and would have no slot"
                 return ResizeResult(level, old, sizings[level].slots).refuse(text, cell.pool_group, kept - slots)
     return None
 
@@ -235,7 +237,7 @@ def _num_held(cell: Cell) -> int:
 
 
 class _Resize:
-    """One resize under way."""
+    """One resize in progress."""
 
     def __init__(self, hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
         self._hierarchy = hierarchy
@@ -256,7 +258,7 @@ class _Resize:
         hierarchy.mover.execute(hierarchy.planner.plans, self._level)
         self._result.evicted = evicted
         try:
-            self._vacate()
+            self._compact()
             self._wait()
             self._change_memory()
         except BaseException:
@@ -267,7 +269,7 @@ class _Resize:
         return self._result
 
     def _changing(self, growing: bool) -> list[Cell]:
-        """The cells that grow, or those that shrink."""
+        """The cells that grow, or the others."""
         return [cell for cell in self._cells if (self._new[cell.pool_group] > self._old[cell.pool_group]) == growing]
 
     # --- before anything changes
@@ -285,12 +287,14 @@ class _Resize:
             need[group] = max(0, old - new)
             locked = sum([1 for page in cell.pinned.pages() if page.locks > 0 and page.slot >= new]) if new < old else 0
             if locked > 0:
-                text = f"{locked} pages of pool group {group} are in slots to be cut and are locked; suspend their requests first"
+                text = (
+                    f"{locked} pages of pool group {group} are in slots to be removed and are locked; suspend their requests first"
+                )
                 result.refuse(text, group, locked)
                 return False
             most = cell.most_slots()
             if 0 <= most < new:
-                text = f"pool group {group} would outgrow the address space reserved for it, which holds {most} slots"
+                text = f"pool group {group} would exceed its address space of {most} slots; restart with the larger quota"
                 result.refuse(text, group, new - most)
                 return False
         shortage = hierarchy.planner.plan(self._level, need, [], [], False, True)
@@ -312,8 +316,8 @@ class _Resize:
 
     # --- execution
 
-    def _vacate(self) -> None:
-        """Slots to be cut are not handed out any more, and pages in them move to free ones below."""
+    def _compact(self) -> None:
+        """Stop allocating slots to be removed, and move the pages in them to lower slots."""
         for cell in self._changing(False):
             new = self._new[cell.pool_group]
             if new == self._old[cell.pool_group]:
@@ -326,7 +330,7 @@ class _Resize:
                 self._result.compacted += len(moving)
 
     def _wait(self) -> None:
-        """The host waits for all work on the slots: memory off the GPU may move, and memory that is cut is gone."""
+        """Block the host until all work on the slots has ended: memory may move or be freed."""
         hierarchy = self._hierarchy
         for cell in self._cells:
             if self._new[cell.pool_group] != self._old[cell.pool_group]:
@@ -335,11 +339,11 @@ class _Resize:
                     hierarchy.timeline.synchronize(page.ready)
         _end_transfers(hierarchy)
         in_flight = hierarchy.in_flight
-        if in_flight.in_flight > 0:  # a stream is past a transfer that timed out, the transfer may still read or write memory
-            raise CuError(f"a file transfer that timed out may still use memory that is to be cut or moved: {in_flight.last_error}")
+        if in_flight.in_flight > 0:  # a transfer that timed out may still access memory
+            raise CuError(f"a file transfer that timed out may still use memory to be freed or moved: {in_flight.last_error}")
 
     def _change_memory(self) -> None:
-        """Cut memory first, so that others can grow with it."""
+        """Resize the memory, shrinking cells first, so that others can use what they free."""
         for cell in self._changing(False) + self._changing(True):
             cell.resize_memory(self._new[cell.pool_group])
 
@@ -352,19 +356,19 @@ class _Resize:
         self._hierarchy.sizings[self._level] = self._sizing
 
     def _trim(self) -> None:
-        """Free memory that no group uses any more. What the device refuses now is freed by the next resize, or at the end."""
+        """Free memory that no group uses. If the device refuses, the next resize or the shutdown tries again."""
         try:
             self._hierarchy.tier(self._level).trim()
         except Exception as error:
-            _log.warning("level %d has its new size, but the device did not take back all memory: %r", self._level, error)
+            _log.warning("level %d has its new size, but not all unused memory could be freed: %r", self._level, error)
 
     def _fit_slots(self) -> None:
-        """The device refused: every group gets the memory of its old slots again, or has as many slots as have memory."""
+        """After a device error, restore the old slots of each group, or keep those that still have memory."""
         for cell in self._changing(True) + self._changing(False):
             try:
                 cell.resize_memory(self._old[cell.pool_group])
-            except BaseException as error:  # the first error is raised already
-                _log.error("%s: the memory of its old slots cannot be had again: %r", cell, error)
+            except BaseException as error:  # the caller raises the first error
+                _log.error("%s: the memory of its old slots cannot be restored: %r", cell, error)
         smaller = False
         for cell in self._cells:
             there = cell.slots_with_memory()
@@ -376,10 +380,10 @@ class _Resize:
         if smaller:
             slots = [cell.total for cell in self._cells]
             self._hierarchy.sizings[self._level] = self._hierarchy.sizings[self._level].with_slots(self._hierarchy.layout, slots)
-            _log.error("level %d shrinks from %s to %s slots: that is all that has memory", self._level, self._old, slots)
+            _log.error("a failed resize lost memory: level %d had %s slots and has %s now", self._level, self._old, slots)
 
     def _lose_from(self, cell: Cell, there: int) -> None:
-        """The slots from `there` on have no memory any more: pages in them are lost, and the slots vanish."""
+        """Remove the slots from `there` on, which have no memory. Pages in them are lost."""
         for page in cell.pages():
             if page.slot >= there:
                 self._hierarchy.in_flight.lose(page)
@@ -390,7 +394,7 @@ class _Resize:
 
 
 def _pages_above(cell: Cell, new: int) -> list[Page]:
-    """Pages whose slots are to be cut off, by slot id. O(pages of the cell)."""
+    """The pages in slots from `new` on, by slot id. O(pages of the cell)."""
     if cell.allocator.issued <= new:
         return []
     by_slot = {page.slot: page for page in cell.pages() if page.slot >= new}

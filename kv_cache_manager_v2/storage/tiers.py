@@ -1,7 +1,7 @@
-"""What differs between the tiers: how a pool's memory is made, and how bytes get in and out.
+"""Tiers: how a pool's memory is allocated, and how its bytes are transferred.
 
-The question "is this the GPU, the host, a disk" is a property or a method of a tier, asked nowhere else but where statistics name
-the tiers. Another tier is a subclass, and a maker for the configurations that have it (`register_tier`).
+All differences between GPU, host and disk are properties and methods of a tier. A further tier is a subclass and a factory for its
+configuration class (`register_tier`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 
-# Address space reserved for a device pool, in multiples of the level's quota: base addresses never move, so this bounds how far a
-# pool can grow, by rebalancing within the quota or by a larger quota. Reserving costs no memory.
+# Address space reserved for a device pool, in multiples of the level's quota. It bounds how far a pool can grow, as base addresses
+# never change. It takes no memory.
 RESERVE_FACTOR: Final = 16
-HOST_MARGIN_BYTES: Final = 1 << 30  # of host memory that best efforts leave free, at the least
-HOST_MARGIN_SHARE: Final = 20  # one part in so many of what is available, where that is more
+HOST_MARGIN_BYTES: Final = 1 << 30  # host memory that a best-effort resize leaves free, at least
+HOST_MARGIN_SHARE: Final = 20  # ... or this fraction (1 / 20) of the available memory, if it is more
 
 
 def spare_host_bytes(available: int) -> int:
-    """How much of the available memory a host tier may take at most: the engine and other processes need the rest."""
+    """The available memory that a host tier may use. The engine and other processes need the rest."""
     return max(0, available - max(HOST_MARGIN_BYTES, available // HOST_MARGIN_SHARE))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Tier(ABC):
-    """One level's kind of memory. Its slots are memory that copies reach, or ranges of files."""
+    """The memory of one level. Its slots are memory for copies, or ranges of files."""
 
     def __init__(self, name: CacheTier, by_file: bool, takes_files: bool) -> None:
         self.name = name
-        self.pool: ChunkPool | None = None  # memory that the arenas share
-        self.by_file = by_file  # slots are ranges of files: bytes go in and out by file transfers
-        self.takes_files = takes_files  # file transfers read and write its memory directly, without staging
+        self.pool: ChunkPool | None = None  # chunks that the arenas share
+        self.by_file = by_file  # slots are ranges of files, accessed by file transfers
+        self.takes_files = takes_files  # file transfers access its memory without staging
 
     @abstractmethod
     def make_arena(self, slot_bytes: int) -> Arena:
-        """An arena of this kind without slots. Takes no memory; address space and a file, perhaps."""
+        """A new arena without slots. It may reserve address space or open a file, but has no memory."""
 
     def spare_bytes(self, available: int | None) -> int:
-        """Bytes by which best efforts may grow the level; -1: as many as the device gives.
+        """Bytes by which a best-effort resize may grow the level; -1: no bound.
 
-        `available`: bytes of host memory that the system could give; None: ask it.
+        `available`: bytes of host memory that are available; None: ask the system.
         """
         return -1
 
@@ -60,13 +60,13 @@ class Tier(ABC):
             self.pool.trim()
 
     def close(self) -> None:
-        """Free what the arenas share; they are closed. Can be tried again after an error."""
+        """Free the shared chunks, after the arenas are closed. Can be called again after an error."""
         if self.pool is not None:
             self.pool.close()
 
 
 class DeviceTier(Tier):
-    """Device memory: chunks that all pools of the level share, mapped into ranges reserved once."""
+    """Device memory: chunks that all pools of the level share, mapped into reserved address ranges."""
 
     def __init__(self, driver: Driver, sizing: LevelSizing) -> None:
         super().__init__(CacheTier.GPU_MEM, False, False)
@@ -95,7 +95,7 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """Files in a directory, with a checksum of what lies in each slot unless the configuration says otherwise."""
+    """Files in a directory, with checksums of their slots unless the configuration turns them off."""
 
     def __init__(self, driver: Driver, config: DiskCacheTierConfig) -> None:
         super().__init__(CacheTier.DISK, True, False)

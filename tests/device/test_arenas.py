@@ -279,7 +279,7 @@ def test_more_host_memory_than_there_is_gets_refused_not_killed() -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_prefaulting_leaves_zeros_and_makes_pages_present(threads: int) -> None:
-    """Populated memory reads as zeros, whatever the number of threads and pieces."""
+    """Populated memory reads as zeros, whatever the number of threads and regions."""
     nbytes = 10 * PAGE_BYTES
     address = map_range(nbytes)
     populate_range(address, nbytes, threads, part_bytes=3 * PAGE_BYTES)

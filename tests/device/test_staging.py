@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_TIMED_OUT
-from kv_cache_manager_v2.device.staging import PIECE_ALIGNMENT, StagingPiece, StagingRing
+from kv_cache_manager_v2.device.staging import REGION_ALIGNMENT, StagingRegion, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, HostRegistrationError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
@@ -25,59 +25,59 @@ class Copier:
         self.r = r
         self.timeline = Timeline(r.driver)
         self.ring = StagingRing(r.driver, self.timeline, ring_bytes)
-        self.in_flight: list[tuple[StagingPiece, list[int]]] = []
+        self.in_flight: list[tuple[StagingRegion, list[int]]] = []
 
-    def take(self, stream: Stream, left: int, from_file: bool) -> StagingPiece:
-        piece = self.ring.acquire(stream, min(SLOT_BYTES, self.ring.largest), left, from_file)
-        assert piece is not None
-        return piece
+    def take(self, stream: Stream, left: int, from_file: bool) -> StagingRegion:
+        region = self.ring.acquire(stream, min(SLOT_BYTES, self.ring.largest), left, from_file)
+        assert region is not None
+        return region
 
     def load(self, stream: Stream, disk_slots: list[int], device_slots: list[int]) -> None:
         r = self.r
         done = 0
         while done < len(disk_slots):
-            piece = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, True)
-            count = piece.nbytes // SLOT_BYTES
+            region = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, True)
+            count = region.nbytes // SLOT_BYTES
             gates = []
             for i in range(count):
-                where = piece.address + i * SLOT_BYTES
+                where = region.address + i * SLOT_BYTES
                 gates.append(r.driver.read_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
             for gate in gates:
                 r.driver.wait_gate(stream, gate)
             for i in range(count):
-                r.driver.copy(stream, r.device.address(device_slots[done + i]), piece.address + i * SLOT_BYTES, SLOT_BYTES)
-            self.leave(stream, piece, gates)
+                r.driver.copy(stream, r.device.address(device_slots[done + i]), region.address + i * SLOT_BYTES, SLOT_BYTES)
+            self.leave(stream, region, gates)
             done += count
 
     def store(self, stream: Stream, device_slots: list[int], disk_slots: list[int]) -> None:
         r = self.r
         done = 0
         while done < len(disk_slots):
-            piece = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, False)
-            count = piece.nbytes // SLOT_BYTES
+            region = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, False)
+            count = region.nbytes // SLOT_BYTES
             gates = []
             for i in range(count):
-                where = piece.address + i * SLOT_BYTES
+                where = region.address + i * SLOT_BYTES
                 r.driver.copy(stream, where, r.device.address(device_slots[done + i]), SLOT_BYTES)
                 gates.append(r.driver.write_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
             for gate in gates:
                 r.driver.wait_gate(stream, gate)
-            self.leave(stream, piece, gates)
+            self.leave(stream, region, gates)
             done += count
 
-    def leave(self, stream: Stream, piece: StagingPiece, gates: list[int]) -> None:
-        self.ring.release(piece, self.timeline.record(stream))
+    def leave(self, stream: Stream, region: StagingRegion, gates: list[int]) -> None:
+        self.ring.release(region, self.timeline.record(stream))
         self.ring.check_invariants()
-        self.in_flight.append((piece, gates))
+        self.in_flight.append((region, gates))
 
     def finish(self) -> None:
         self.r.driver.synchronize()
-        for piece, gates in self.in_flight:
+        for region, gates in self.in_flight:
             for gate in gates:
                 assert self.r.driver.poll_gate(gate) == GATE_DONE
                 self.r.driver.release_gate(gate)
-            assert not piece.suspect()
-            self.ring.settle(piece)
+            assert not region.suspect()
+            self.ring.complete(region)
         self.ring.close()
         self.timeline.close()
 
@@ -101,7 +101,7 @@ def test_batches_of_any_size_pass_through(schedule: str, count: int) -> None:
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(0, 1000),
-    st.sampled_from([SLOT_BYTES, 3 * SLOT_BYTES, 3 * SLOT_BYTES + PIECE_ALIGNMENT]),
+    st.sampled_from([SLOT_BYTES, 3 * SLOT_BYTES, 3 * SLOT_BYTES + REGION_ALIGNMENT]),
     st.lists(
         st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True)), max_size=8
     ),
@@ -132,21 +132,21 @@ def test_small_batches_back_to_back(schedule: str, seed: int, ring_bytes: int, b
         assert [r.value(r.device.address(slot)) for slot in range(16)] == device
 
 
-def test_pieces_follow_one_another_and_wrap() -> None:
-    """A piece begins where the last one ended; a minimum that does not fit before the end starts at the beginning."""
+def test_regions_follow_one_another_and_wrap() -> None:
+    """A region begins where the last one ended; a minimum that does not fit before the end starts at the beginning."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 1024)
         stream = r.streams[0]
 
         def use(minimum: int, maximum: int) -> tuple[int, int]:
-            piece = ring.acquire(stream, minimum, maximum, False)
-            assert piece is not None
-            assert piece.address % PIECE_ALIGNMENT == 0
-            ring.release(piece, timeline.record(stream))
-            ring.settle(piece)
+            region = ring.acquire(stream, minimum, maximum, False)
+            assert region is not None
+            assert region.address % REGION_ALIGNMENT == 0
+            ring.release(region, timeline.record(stream))
+            ring.complete(region)
             ring.check_invariants()
-            return piece.offset, piece.nbytes
+            return region.offset, region.nbytes
 
         assert use(100, 100) == (0, 100)
         assert use(100, 300) == (256, 300)
@@ -159,8 +159,8 @@ def test_pieces_follow_one_another_and_wrap() -> None:
         timeline.close()
 
 
-def test_what_is_lent_is_passed_over() -> None:
-    """Nobody is handed, or made to wait for, a piece whose end of use is unknown; with no room left the answer is None."""
+def test_regions_in_use_are_skipped() -> None:
+    """Nobody is handed, or made to wait for, a region whose end of use is unknown; with no room left the answer is None."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 1024)
@@ -174,22 +174,22 @@ def test_what_is_lent_is_passed_over() -> None:
         assert third is not None
         assert (third.offset, third.nbytes) == (768, 256)
         assert ring.acquire(stream, 1, 1, False) is None
-        assert ring.lent == 3
+        assert ring.in_use == 3
         ring.release(second, NULL_POINT)
         again = ring.acquire(stream, 1, 1024, False)
         assert again is not None
         assert (again.offset, again.nbytes) == (256, 512)
         with pytest.raises(LogicError, match="released already"):
             ring.release(second, NULL_POINT)
-        with pytest.raises(LogicError, match="settled before it is released"):
-            ring.settle(again)
-        with pytest.raises(LogicError, match="3 pieces lent"):
+        with pytest.raises(LogicError, match="is in use: release it first"):
+            ring.complete(again)
+        with pytest.raises(LogicError, match="3 regions in use"):
             ring.close()
-        for piece in (first, third, again):
-            ring.release(piece, NULL_POINT)
-        with pytest.raises(LogicError, match="larger than the staging ring of 1024: split"):
+        for region in (first, third, again):
+            ring.release(region, NULL_POINT)
+        with pytest.raises(LogicError, match="larger than the staging ring of 1024 bytes: split"):
             ring.acquire(stream, 1025, 2000, False)
-        with pytest.raises(LogicError, match="makes no sense"):
+        with pytest.raises(LogicError, match="the minimum must be positive"):
             ring.acquire(stream, 2, 1, False)
         with pytest.raises(ConfigError, match="multiple of 256"):
             StagingRing(r.driver, timeline, 1000)
@@ -217,15 +217,15 @@ def test_the_next_user_waits_for_the_last(schedule: str) -> None:
         assert not r.is_over(r.streams[1])
         gate.open()
         r.finish(r.streams[1])
-        for piece in (free, second):
-            ring.release(piece, timeline.record(r.streams[1]))
+        for region in (free, second):
+            ring.release(region, timeline.record(r.streams[1]))
         ring.close()
         timeline.close()
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])
-def test_a_timed_out_read_quarantines_its_piece_and_taints_those_behind(schedule: str) -> None:
-    """Until the read has really ended nobody gets its bytes; pieces handed on over it before that are suspect, others not."""
+def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedule: str) -> None:
+    """Until the read has really ended nobody gets its bytes; regions handed on over it before that are suspect, others not."""
     with rig(schedule, transfer_timeout=20) as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 1024)
@@ -253,8 +253,8 @@ def test_a_timed_out_read_quarantines_its_piece_and_taints_those_behind(schedule
         assert over.suspect()
         assert over_again.suspect()
         assert not beside.suspect()
-        for piece in (beside, over_again):
-            ring.release(piece, timeline.record(stream))
+        for region in (beside, over_again):
+            ring.release(region, timeline.record(stream))
         last = ring.acquire(stream, 512, 1024, True)
         assert last is not None
         assert (last.offset, last.nbytes) == (512, 512)
@@ -265,15 +265,15 @@ def test_a_timed_out_read_quarantines_its_piece_and_taints_those_behind(schedule
         held.open()
         while r.driver.poll_gate(gate) != GATE_LATE:
             pass
-        ring.settle(late)
+        ring.complete(late)
         assert ring.quarantined == 0
         assert over.suspect()  # it stays so: the bytes are wrong whenever one looks
         fresh = ring.acquire(stream, 512, 512, True)
         assert fresh is not None
         assert fresh.offset == 0
-        for piece in (last, fresh):
-            ring.release(piece, timeline.record(stream))
-            ring.settle(piece)
+        for region in (last, fresh):
+            ring.release(region, timeline.record(stream))
+            ring.complete(region)
         ring.check_invariants()
         r.driver.release_gate(gate)
         ring.close()
@@ -281,7 +281,7 @@ def test_a_timed_out_read_quarantines_its_piece_and_taints_those_behind(schedule
 
 
 def test_a_timed_out_write_taints_nobody() -> None:
-    """A late write only reads the piece: it may spoil its own page on disk, never the next user's."""
+    """A late write only reads the region: it may spoil its own page on disk, never the next user's."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 512)
@@ -293,7 +293,7 @@ def test_a_timed_out_write_taints_nobody() -> None:
         ring.quarantine(first)
         assert not second.suspect()
         ring.release(second, NULL_POINT)
-        ring.settle(first)
+        ring.complete(first)
         ring.close()
         timeline.close()
 
@@ -309,11 +309,11 @@ def test_the_memory_is_taken_at_the_first_use() -> None:
         r.driver.fail("host_register")
         with pytest.raises(HostRegistrationError):
             ring.acquire(r.streams[0], 1, 1, False)
-        assert ring.lent == 0
-        piece = ring.acquire(r.streams[0], 1, 1, False)
-        assert piece is not None
+        assert ring.in_use == 0
+        region = ring.acquire(r.streams[0], 1, 1, False)
+        assert region is not None
         assert r.driver.registered_bytes == before + 8192
-        ring.release(piece, NULL_POINT)
+        ring.release(region, NULL_POINT)
         ring.close()
         assert r.driver.registered_bytes == before
         timeline.close()

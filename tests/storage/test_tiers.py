@@ -23,11 +23,11 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
-from kv_cache_manager_v2.storage.copier import PIECE_BYTES
+from kv_cache_manager_v2.storage.copier import REGION_BYTES
 from tests.support import inside
 from tests.support.rig import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, small, toks
 
-NUM_PIECES = DEFAULT_RING_BYTES // PIECE_BYTES
+NUM_REGIONS = DEFAULT_RING_BYTES // REGION_BYTES
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -74,14 +74,14 @@ def test_an_index_buffer_is_the_engines_to_overwrite() -> None:
 @pytest.mark.parametrize(
     "blocks",
     [
-        NUM_PIECES - 1,
-        NUM_PIECES,
-        NUM_PIECES + 1,
-        NUM_PIECES * 5 // 2,
+        NUM_REGIONS - 1,
+        NUM_REGIONS,
+        NUM_REGIONS + 1,
+        NUM_REGIONS * 5 // 2,
     ],
 )
 def test_staging_wraps(tmp_path: object, blocks: int, schedule: str) -> None:
-    """GPU and disk only: batches of as many pages as the staging area has pieces, one more or less, and more than twice as many,
+    """GPU and disk only: batches of as many pages as the staging area has regions, one more or less, and more than twice as many,
     back to
     back without a sync; all bytes right."""
     size = GRAIN // 200 // 64 * 64
@@ -104,9 +104,9 @@ def test_staging_wraps(tmp_path: object, blocks: int, schedule: str) -> None:
         first.check()
 
 
-@pytest.mark.parametrize("size", [PIECE_BYTES - 32, PIECE_BYTES, PIECE_BYTES + 32, 3 * PIECE_BYTES])
-def test_a_page_larger_than_a_piece(tmp_path: object, size: int) -> None:
-    """A slot that fills a piece of the staging area, exceeds it by a little, or by far: split, with the right bytes."""
+@pytest.mark.parametrize("size", [REGION_BYTES - 32, REGION_BYTES, REGION_BYTES + 32, 3 * REGION_BYTES])
+def test_a_page_larger_than_a_region(tmp_path: object, size: int) -> None:
+    """A slot that fills a region of the staging area, exceeds it by a little, or by far: split, with the right bytes."""
     grains = -(-2 * size // GRAIN)
     tiers: list[CacheTierConfig] = [GpuCacheTierConfig(grains * GRAIN), DiskCacheTierConfig(2 * grains * GRAIN, str(tmp_path))]
     with Rig(model([attention(0, size)], tokens_per_block=4, tiers=tiers, max_util=1.0), "random", size) as rig:

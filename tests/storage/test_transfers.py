@@ -29,7 +29,7 @@ SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
 def test_bytes_survive_every_way_down_and_up(
     rigs: list[Rig], sizes: tuple[tuple[int, ...], ...], schedule: str, seed: int, tiers: str, tmp_path: Path
 ) -> None:
-    """Any slot size, one byte included; one larger than a staging piece passes in parts."""
+    """Any slot size, one byte included; one larger than a staging region passes in parts."""
     slots = [[2]] * len(tiers)
     rig = Rig(slots, tiers, sizes, schedule, seed, str(tmp_path))
     rigs.append(rig)
@@ -71,7 +71,7 @@ def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(rigs: list[Rig
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES[:3])
 def test_more_file_reads_than_the_staging_area_holds(rigs: list[Rig], schedule: str, seed: int, tmp_path: Path) -> None:
-    """100 slots of over half a piece each, through 64 pieces."""
+    """100 slots of over half a region each, through 64 regions."""
     rig = Rig([[100], [100]], "gd", ((600_000,),), schedule, seed, str(tmp_path))
     rigs.append(rig)
     pages = [rig.held(i) for i in range(100)]
@@ -172,7 +172,7 @@ def test_late_write_harms_nobody(rigs: list[Rig], tmp_path: Path) -> None:
         rig.expect(other, value)
 
 
-def test_late_read_keeps_its_staging_piece(rigs: list[Rig], tmp_path: Path) -> None:
+def test_late_read_keeps_its_staging_region(rigs: list[Rig], tmp_path: Path) -> None:
     rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
     rigs.append(rig)
     page = rig.held(1)
