@@ -66,7 +66,7 @@ class Timeline:
         """A point after all work queued on the stream so far."""
         line = self._line_of(stream)
         if line is not None and len(line.events) - line.head >= _POLL_FROM:
-            self._make_room(line)
+            self._limit_outstanding(line)
         if len(self._joins) >= self._sweep_at:
             self._sweep()
         known = line is not None
@@ -290,7 +290,7 @@ class Timeline:
             self._mark_late(line)
         line.poll(self._driver, self._free_events)
 
-    def _make_room(self, line: Line) -> None:
+    def _limit_outstanding(self, line: Line) -> None:
         self._poll(line)
         if line.outstanding() >= self._most_outstanding:
             self._synchronize_event(line, line.events[line.head])

@@ -125,7 +125,7 @@ class Reservation:
         """
         hierarchy = self.shared.hierarchy
         if self.handovers is not None:
-            self.handovers.abandon()
+            self.handovers.cancel()
         point = NULL_POINT
         if self.copying:
             try:

@@ -1,7 +1,7 @@
-"""Handover: the GPU slots of locked pages go to new pages of the same call.
+"""Handover: reuses the GPU slots of locked pages for new pages within one call.
 
-Rule: a page is copied to a colder level, or is to be dropped, while it is still locked. So a device that refuses finds every page
-where it was. Only `finish`, which cannot fail, ends the locks and gives the slots to the new pages.
+A page is copied to a colder level, or marked to be dropped, while it is still locked, so a device error changes no page. Only
+`finish`, which cannot fail, ends the locks and assigns the slots to the new pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kv_cache_manager_v2.storage.planner import GroupPlan
 
 
 class Handover:
-    """One slot on its way from a page to another."""
+    """The handover of one slot from one page to another."""
 
     def __init__(self, page: Page, batch: CopyBatch | None) -> None:
         self.page = page
@@ -28,18 +28,17 @@ class Handover:
 
 
 class Handovers:
-    """The handovers of one call: all of them are finished, or all abandoned."""
+    """The handovers of one call: all of them are finished, or all are canceled."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self.begun: list[Handover] = []
 
     def begin(self, need: list[int], given: Sequence[Page], held_on: Sequence[Page], point: Point) -> bool:
-        """Make need[g] GPU slots of each pool group free, those that begun handovers will give to new pages included.
+        """Provide need[g] GPU slots of each pool group, including those of begun handovers. False, unchanged, if impossible.
 
-        The caller locks all these pages: it will unlock `given`, and hold `held_on` instead. They leave only once no other page
-        can; `point` is the end of the caller's work on them. False, with nothing changed, if that is not enough. Raises what the
-        device raises: then the caller abandons what has begun.
+        The caller locks all these pages; it will unlock `given`, and hold `held_on` instead. They are evicted after all others.
+        `point` is the end of the caller's work on them. After a device error the caller cancels.
         """
         planner = self._hierarchy.planner
         if planner.plan_trade(need, given, held_on) is not None:
@@ -59,8 +58,8 @@ class Handovers:
             handover.stays_held = handover.page in held_on
         return True
 
-    def abandon(self) -> None:
-        """The caller's call failed: the pages keep their slots and their locks. Never raises."""
+    def cancel(self) -> None:
+        """After a failed call: the pages keep their slots and locks. Never raises."""
         for handover in self.begun:
             if handover.batch is not None:
                 self._hierarchy.in_flight.cancel(handover.batch)

@@ -327,34 +327,34 @@ class Hierarchy(PageKeeper):
         self.counters.moved[source.life_cycle][source.level][copy.level] += 1
         self.in_flight.inherit(source, copy)
 
-    def take_over(self, cold: Page, ours: Page) -> None:
-        """Move the GPU slot, the locks and the `ready` point of `ours` to `cold`, a page with equal bytes on a colder level.
+    def take_over(self, cold: Page, own: Page) -> None:
+        """Move the GPU slot, the locks and the `ready` point of `own` to `cold`, a page with equal bytes on a colder level.
 
-        Frees the slot of `cold`; `ours` is gone. Needs no free slot and copies nothing.
+        Frees the slot of `cold`; `own` is gone. Needs no free slot and copies nothing.
         """
         assert cold.level != GPU_LEVEL
-        assert ours.level == GPU_LEVEL
-        assert cold.pool_group == ours.pool_group
-        assert ours.owner is None
+        assert own.level == GPU_LEVEL
+        assert cold.pool_group == own.pool_group
+        assert own.owner is None
         assert cold.slot != NO_SLOT
-        assert ours.slot != NO_SLOT
+        assert own.slot != NO_SLOT
         source = cold.cell
         self.counters.taken_over[cold.life_cycle] += 1
         source.leave(cold)
         source.free_slot(cold.slot, cold.ready)
         if cold.transfers > 0:
             self.in_flight.detach(cold)
-        cell = ours.cell
-        cell.leave(ours)
+        cell = own.cell
+        cell.leave(own)
         cold.cell = cell
-        cold.slot = ours.slot
-        cold.ready = ours.ready
-        cold.locks += ours.locks
-        cold.holds += ours.holds
+        cold.slot = own.slot
+        cold.ready = own.ready
+        cold.locks += own.locks
+        cold.holds += own.holds
         cell.enter(cold)
-        ours.slot = NO_SLOT
-        ours.locks = 0
-        ours.holds = 0
+        own.slot = NO_SLOT
+        own.locks = 0
+        own.holds = 0
         cell.requeue(cold)
         owner = cold.owner
         if owner is not None:

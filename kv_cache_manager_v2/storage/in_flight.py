@@ -233,8 +233,8 @@ class TransfersInFlight:
     def check_invariants(self, cells: list[Cell]) -> None:
         """Assert that counts agree with the list of transfers. O(transfers in flight)."""
         writes = sum([sum(cell.writes.values()) for cell in cells])
-        noted = sum([1 for transfer in self._transfers if transfer.cell is not None])
-        assert writes == noted, f"{writes} writes to slots are counted, {noted} transfers write to one"
+        listed = sum([1 for transfer in self._transfers if transfer.cell is not None])
+        assert writes == listed, f"{writes} writes to slots are counted, but {listed} transfers write to one"
         for batch in self._canceled:
             busy = [transfer for transfer in self._transfers if transfer.batch is batch]
             assert busy, "a canceled batch keeps its slots although its transfers have ended"

@@ -250,7 +250,7 @@ class Mover:
     def queue_move(self, pages: list[Page], cell: Cell, after: Point) -> CopyBatch:
         """Queue copies of pages of one cell to free slots of another (or the same); they run after `after`, too.
 
-        Raises what the device raises; then no slot is taken. The caller installs the batch, or abandons it.
+        After a device error no slot is reserved. The caller installs the batch, or cancels it.
         """
         batch = CopyBatch(pages[0].cell, cell)
         if after != NULL_POINT:

@@ -23,7 +23,7 @@ class Shortage:
         self.pool_group = pool_group
         self.level = level  # the level on which slots are missing
         self.missing = missing  # slots short
-        self.gate = gate  # refused before looking for room: the pool group is used beyond max_util_for_resume, by `missing` slots
+        self.gate = gate  # refused without planning: the pool group is used beyond max_util_for_resume, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
 
     def __reduce__(self) -> tuple[object, ...]:
