@@ -218,8 +218,8 @@ class KVCache(PageIndexViews):
         """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.
 
         Full blocks are shared; a partial last block is copied when the fork first resumes. The fork's capacity is this cache's
-        history. Both caches are closed independently. Raises LogicError if closed, OutOfPagesError, with nothing changed, if there
-        is no slot for the copy of a recurrent state.
+        history. Both caches are closed independently. Raises LogicError if closed or in the middle of a scratch step,
+        OutOfPagesError if there is no slot for the copy of a recurrent state; nothing is changed then.
         """
 
     def commit_pending_stats(self) -> KVCacheStatsDelta:
