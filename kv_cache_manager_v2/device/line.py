@@ -25,11 +25,15 @@ class Line:
         self.index = index
         self.stream = Stream(0)  # the driver's handle of the latest stream on this line
         self.identity = UNKNOWN  # positive: from the driver; negative: a stream of `Timeline.create_stream`
-        self.issued = 0  # sequence number of the latest record
         self.completed = 0  # all records up to this number are known to be complete
         self.events: list[int] = []  # driver events; the outstanding ones are events[head:], in order
         self.head = 0
         self.waited: dict[int, int] = {}  # index of another line -> largest sequence number that this stream waits for
+
+    @property
+    def issued(self) -> int:
+        """Sequence number of the latest record. Not stored: an interrupt could come between a new event and its count."""
+        return self.completed + len(self.events) - self.head
 
     def outstanding(self) -> int:
         """Events that are not known to be complete."""
@@ -52,7 +56,7 @@ class Line:
         self.advance(head, free_events)
         if head == count:
             if head > 0:
-                events.clear()
+                del events[:]  # no call, after which an interrupt could come
                 self.head = 0
         elif head >= _COMPACT_FROM and 2 * head >= count:
             del events[:head]
@@ -60,12 +64,13 @@ class Line:
 
     def advance(self, head: int, free_events: list[int]) -> None:
         """Record that the events before position `head` are complete."""
-        for index in range(self.head, head):
+        first = self.head
+        self.completed += head - first
+        self.head = head
+        for index in range(first, head):  # last: an event of which an interrupt comes here is not used again, never used twice
             event = self.events[index]
             if event != NO_EVENT:
                 free_events.append(event)
-        self.completed += head - self.head
-        self.head = head
 
     def _first_pending(self, driver: Driver) -> int:
         """Position of the first event that is not complete. Events complete in order, so a galloping search finds it.

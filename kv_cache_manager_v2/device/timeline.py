@@ -52,7 +52,9 @@ class Timeline:
         self._used: deque[Line] = deque()  # every other line, the least recently examined first
         self._unused: list[Line] = []  # lines without outstanding events and without a stream
         self._last_owned = 0  # identity of the latest stream of `create_stream`
-        self._free_events: list[int] = []  # created events that mark no point
+        self._events: list[int] = []  # all that were created and not destroyed
+        self._free_events: list[int] = []  # those that mark no point
+        self._in_doubt = NO_EVENT  # being destroyed; an interrupt may have come after the driver's call
         self._joins: dict[int, list[Point]] = {}  # number -> points of different lines, not all known to be complete
         self._join_count = 0
         self._sweep_at = min(64, most_outstanding)  # number of joins at which complete ones are removed
@@ -80,7 +82,6 @@ class Timeline:
         if not known:
             self._assign(line, stream, self._identity(stream))
         line.events.append(event)
-        line.issued += 1
         return Point((line.index << SEQUENCE_BITS) | line.issued)
 
     def record_or_wait(self, stream: Stream) -> Point:
@@ -179,25 +180,38 @@ class Timeline:
         If the driver refuses some of them, the others are destroyed and the first error is raised. Another call tries the rest.
         """
         self._closed = True
-        for line in self._lines:
-            self._free_events += [event for event in line.events[line.head :] if event != NO_EVENT]
-            line.events = []
-            line.head = 0
-            line.completed = line.issued
+        self._free_events = []
         self._by_stream = {}
         self._joins = {}
+        for line in self._lines:
+            line.completed = line.issued
+            line.events = []
+            line.head = 0
         refusal: Exception | None = None
         kept = 0
-        while len(self._free_events) > kept:
+        while len(self._events) > kept:
             try:
-                self._driver.destroy_event(self._free_events[kept])
+                self._destroy_event(self._events[kept])
             except Exception as error:
                 refusal = error if refusal is None else refusal
                 kept += 1
                 continue
-            del self._free_events[kept]
+            del self._events[kept]
+            self._in_doubt = NO_EVENT
         if refusal is not None:
             raise refusal
+
+    def _destroy_event(self, event: int) -> None:
+        """Destroy an event. One whose destruction was interrupted may be gone already: then it is not asked for again."""
+        doubtful = event == self._in_doubt
+        self._in_doubt = event
+        try:
+            self._driver.destroy_event(event)
+        except Exception as error:
+            self._in_doubt = NO_EVENT
+            if not doubtful:
+                raise
+            _log.warning("event %s, whose destruction was interrupted, cannot be destroyed: %s", event, error)
 
     @property
     def events_outstanding(self) -> int:
@@ -234,7 +248,8 @@ class Timeline:
 
     def _assign(self, line: Line, stream: Stream, identity: int) -> None:
         """Give the last line of `_unused` to a stream."""
-        self._used.append(self._unused.pop())
+        del self._unused[-1]  # no call, after which an interrupt could come
+        self._used.append(line)
         line.stream = stream
         line.identity = identity
         if identity != UNKNOWN:
@@ -277,7 +292,9 @@ class Timeline:
     def _new_event(self) -> int:
         if self._closed:
             raise LogicError("the timeline is closed: no point can be recorded")
-        return self._driver.create_event()
+        event = self._driver.create_event()
+        self._events.append(event)
+        return event
 
     def _line(self, index: int) -> Line:
         if not 0 < index < len(self._lines):
@@ -347,7 +364,6 @@ class Timeline:
         line = Line(len(self._lines))
         line.stream = stream
         line.identity = known.identity if known is not None else self._identity(stream)
-        line.issued = 1
         line.events.append(NO_EVENT)
         self._lines.append(line)
         self._used.append(line)
@@ -438,7 +454,9 @@ class Timeline:
             assert line.identity != UNKNOWN
             assert self._lines[line.index] is line
         indices = {line.index for line in self._used} | {line.index for line in self._unused}
-        assert len(indices) == len(self._used) + len(self._unused) == len(self._lines) - 1, "a line is missing, or listed twice"
+        assert len(indices) == len(self._used) + len(self._unused), "a line is listed twice"
+        for line in self._lines[1:]:  # an interrupt may have come while a line was in neither list: then it is not used again
+            assert line.index in indices or line.outstanding() == 0, "a line with outstanding events is not listed"
         for line in self._unused:
             assert line.outstanding() == 0
             assert self._by_stream.get(line.stream) is not line

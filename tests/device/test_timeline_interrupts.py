@@ -1,0 +1,94 @@
+"""Ctrl-C inside of the timeline: no point gets another point's event, and every event is destroyed at the end."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+
+from kv_cache_manager_v2 import EmulatedDriver
+from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.ids import Stream
+from tests.device.drivers import refusing
+
+FILES = ("device/timeline.py", "device/line.py")
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th place of the timeline at which a signal can be handled."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(FILES):
+            self.count += 1
+            if self.count == self.nth:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+def _work(timeline: Timeline, streams: list[Stream]) -> None:
+    """Records, merges, and finds complete events, of several streams."""
+    points = [timeline.record(stream) for _round in range(3) for stream in streams]
+    joined = timeline.merge(points[0], points[1])
+    assert timeline.done(joined)
+    for point in points:
+        assert timeline.done(point)
+    timeline.create_stream()
+
+
+@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+def test_an_interrupted_timeline_goes_on() -> None:
+    nth = 0
+    reached = True
+    while reached:
+        nth += 1
+        driver = EmulatedDriver()
+        timeline = Timeline(driver)
+        streams = [driver.create_stream() for _stream in range(3)]
+        for stream in streams:
+            timeline.record(stream)
+        interrupter = Interrupter(nth)
+        sys.setprofile(interrupter)
+        try:
+            _work(timeline, streams)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        reached = interrupter.count >= nth
+        timeline.check_invariants()
+        for stream in streams:
+            before = timeline.record(stream)
+            gate = driver.gate(stream)
+            after = timeline.record(stream)
+            assert timeline.done(before), f"interrupted at place {nth}"
+            assert not timeline.done(after), f"interrupted at place {nth}"
+            gate.open()
+            assert timeline.done(after)
+        timeline.check_invariants()
+        timeline.close()
+        assert not [leak for leak in driver.leaks() if leak.startswith("event")], f"interrupted at place {nth}"
+    assert nth > 30
+
+
+def test_an_event_whose_destruction_was_interrupted_does_not_keep_the_timeline_from_closing() -> None:
+    """Ctrl-C comes when an event has just been destroyed."""
+    emulated = EmulatedDriver()
+    driver = refusing(emulated)
+    timeline = Timeline(driver)
+    stream = emulated.create_stream()
+    gate = emulated.gate(stream)
+    for _record in range(3):
+        timeline.record(stream)
+    gate.open()
+    driver.refuse(KeyboardInterrupt(), 0, after=True)
+    with pytest.raises(KeyboardInterrupt):
+        timeline.close()
+    timeline.close()
+    emulated.destroy_stream(stream)
+    emulated.close()
