@@ -145,7 +145,7 @@ hunt: $(ENV) $(PURE) $(COMPILED)  ## the hunt for wrong bytes and lost slots on 
 	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no) || exit 1; \
 	done
 	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
-	    --ops 100000 --per-run 500 --interrupts instructions --faults no
+	    --ops 100000 --per-run 500 --interrupts places --faults no
 
 .PHONY: compile
 compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/

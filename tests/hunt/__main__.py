@@ -15,7 +15,7 @@ from kv_cache_manager_v2 import build_info
 from tests.hunt.base import Found
 from tests.hunt.counting import every, pairs, run, workload
 from tests.hunt.hunter import Hunter
-from tests.hunt.interrupts import Instructions, InterruptedHunter, Source, Timer, follow
+from tests.hunt.interrupts import InterruptedHunter, Places, Source, Timer, follow
 from tests.hunt.setups import MODELS, SCHEDULES, draw
 from tests.hunt.streams import growth, serve
 
@@ -36,7 +36,7 @@ def main() -> int:
         "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the points"
     )
     parser.add_argument("--streams", type=int, default=0, help="instead, serve so many requests, each with a stream of its own")
-    parser.add_argument("--interrupts", choices=("timer", "instructions"), default=None, help="interrupt calls at random")
+    parser.add_argument("--interrupts", choices=("timer", "places"), default=None, help="interrupt calls at random")
     parser.add_argument("--lenient", action="store_true", help="take over lengths that a refused call has changed")
     options = parser.parse_args()
     warnings.simplefilter("ignore", ResourceWarning)
@@ -83,8 +83,8 @@ def interrupts(kind: str | None, seed: int, operations: int) -> Source | None:
     rng = random.Random(f"interrupts {seed}")
     if kind == "timer":
         return Timer(lambda: rng.random() * 0.002 if rng.random() < 0.2 else 0.0)
-    if kind == "instructions":
-        return Instructions(rng.sample(range(100 * operations), 3))
+    if kind == "places":
+        return Places(rng.sample(range(100 * operations), 3))
     return None
 
 

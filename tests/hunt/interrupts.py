@@ -3,8 +3,8 @@
 Rule: after an interrupt the manager works, or says that it is poisoned; a call that was interrupted has happened or not. No later
 call hangs, and no byte is wrong. The engine closes the request whose call was interrupted.
 
-Two sources. A timer's signal, on both builds. A trace function that counts the instructions of the package, on the interpreted
-build: any instruction can be chosen, and a finding comes again.
+Two sources. A timer's signal, on both builds. A profiler that counts the places of the package at which a signal can be handled, on
+the interpreted build: any of them can be chosen, and a finding comes again.
 """
 
 from __future__ import annotations
@@ -88,8 +88,11 @@ class Timer(Source):
         signal.signal(signal.SIGALRM, self.before)
 
 
-class Instructions(Source):
-    """The instructions of these numbers, counted over all calls, in files of the package but those of the emulated device."""
+class Places(Source):
+    """The places of these numbers at which a signal can be handled, in the package but not in the emulated device.
+
+    The interpreter handles signals at the start of a Python function and after a call of a C function. Counted over all calls.
+    """
 
     def __init__(self, numbers: list[int]) -> None:
         self.count = 0
@@ -97,30 +100,26 @@ class Instructions(Source):
         self.places: list[str] = []
 
     def arm(self) -> None:
-        sys.settrace(self._enter)
+        sys.setprofile(self._pass)
 
     def disarm(self) -> None:
-        sys.settrace(None)
+        sys.setprofile(None)
 
     def describe(self) -> str:
         return f"; interrupted at {', '.join(self.places)}"
 
-    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+    def _pass(self, frame: FrameType, event: str, _argument: Any) -> None:
         name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or name.startswith(DEVICE):
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any] | None:
-        if event == "opcode":
-            self.count += 1
-            if self.numbers and self.count >= self.numbers[-1]:
-                self.numbers.pop()
-                self.places.append(f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
-                raise KeyboardInterrupt
-        return self._step
+        if event not in ("call", "c_return") or not name.startswith(PACKAGE) or name.startswith(DEVICE):
+            return
+        if frame.f_code.co_name == "__del__":
+            return  # what a finaliser raises, Python itself only reports
+        self.count += 1
+        if self.numbers and self.count >= self.numbers[-1]:
+            self.numbers.pop()
+            self.places.append(f"{name.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
+            sys.setprofile(None)  # armed again with the next call
+            raise KeyboardInterrupt
 
 
 class InterruptedHunter(Hunter):
