@@ -479,7 +479,7 @@ class HierarchyMachine(RuleBasedStateMachine):
                 assert not page.alive()
         for (level, group), queue in self.model.queues.items():
             assert rig.order(level, group) == [entry.page for entry in queue], f"order of level {level}, group {group}"
-            assert rig.hierarchy.free(level, group) == self.model.free(level, group)
+            assert rig.hierarchy.free(level, group) == max(0, self.model.free(level, group))
 
     @rule()
     def contents(self) -> None:
