@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kv_cache_manager_v2.device.checksums import FileChecksums
-from kv_cache_manager_v2.device.driver import GATE_DONE, Driver
+from kv_cache_manager_v2.device.driver import GATE_DONE, IdentifyingDriver
 from kv_cache_manager_v2.ids import Stream
 
 
-class FreeDriver(Driver):
+class FreeDriver(IdentifyingDriver):
     """Streams and events that are always idle, over memory that does not exist."""
 
     def __init__(self) -> None:
@@ -54,6 +54,9 @@ class FreeDriver(Driver):
         return Stream(self._handles)
 
     def destroy_stream(self, stream: Stream) -> None: ...
+
+    def stream_identity(self, stream: Stream) -> int:
+        return int(stream)  # no handle is used twice
 
     def create_event(self) -> int:
         self._handles += 1

@@ -52,7 +52,10 @@ def add_blocks(request: Request, capacity: int) -> bool:
         request.pending.before_growth(request.history)
     pages = reservation.pages
     for number, table in enumerate(request.tables):  # after the history, so none of the new blocks is stale
-        table.extend(pages if count == len(pages) else pages[number * count : (number + 1) * count])
+        if count == 1:
+            table.append(pages[number])
+        else:
+            table.extend([*pages[number * count : (number + 1) * count]])
         request.count_allocated(table, request.num_blocks, count)
     request.mark_dirty()
     request.set_capacity(capacity)
@@ -312,15 +315,16 @@ class _Change:
         asked = 0
         for number, table in enumerate(request.tables):
             start, end = self.spans[number] if self.spans else (0, 0)
+            pages: list[Page | None] = []
             taken = 0
             for ordinal in range(request.num_blocks, self.blocks):
-                priority = priorities[asked] if priorities else PRIORITY_DEFAULT
-                asked += 1
-                if start <= ordinal < end or not table.is_live(ordinal):
-                    table.append(None)
+                if start <= ordinal < end or table.stale_start <= ordinal < table.stale_end:
+                    pages.append(None)
                 else:
-                    table.append(reservation.next(table.index, priority))
+                    pages.append(reservation.next(table.index, priorities[asked] if priorities else PRIORITY_DEFAULT))
                     taken += 1
+                asked += 1
+            table.extend(pages)
             request.count_allocated(table, request.num_blocks, taken)
 
 

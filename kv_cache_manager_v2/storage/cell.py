@@ -126,7 +126,9 @@ class Cell:
 
     def hold(self, page: Page) -> None:
         """As `requeue`, after a page got its first hold."""
-        if page.list == DROPPABLE and not self.keeps_held and self._just_held < MOST_JUST_HELD:
+        if page.list == DROPPABLE and self.keeps_held:
+            self.pin(page)
+        elif page.list == DROPPABLE and self._just_held < MOST_JUST_HELD:
             page.list = JUST_HELD
             self._just_held += 1
         else:

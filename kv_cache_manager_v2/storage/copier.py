@@ -71,11 +71,8 @@ class Copier:
         """Queue a batch. After an exception some of its copies may be queued, and the caller cancels it."""
         stream = self._next_stream()
         batch.stream = stream
-        last = NULL_POINT
         for point in batch.waits:
-            if point != last:
-                self._timeline.wait(stream, point)
-                last = point
+            self._timeline.wait(stream, point)
         source = batch.source.tier
         destination = batch.cell.tier
         if not source.by_file and not destination.by_file:

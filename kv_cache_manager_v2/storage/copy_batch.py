@@ -74,9 +74,17 @@ class CopyBatch:
         slot, free_from = self.cell.allocator.allocate()
         self.free_from.append(free_from)
         self.slots.append(slot)
-        self.waits.append(free_from)
-        self.waits.append(page.ready)
+        self.wait_for(free_from)
+        self.wait_for(page.ready)
         self.source_slots.append(page.slot)
+
+    def wait_for(self, point: Point) -> None:
+        """Add a point that the batch waits for, unless it is one of the last two: those of a request's pages are mostly the same."""
+        waits = self.waits
+        count = len(waits)
+        if point == NULL_POINT or (count > 0 and (waits[count - 1] == point or (count > 1 and waits[count - 2] == point))):
+            return
+        waits.append(point)
 
     def add_transfers(
         self, gates: list[int], indices: list[int], region: StagingRegion | None, writes_slot: bool

@@ -195,7 +195,10 @@ class PageQueue:
 
     def push(self, page: Page) -> None:
         """Add a page as the youngest of its priority."""
-        pages = self._list_of(page)
+        priority = page.priority
+        pages = self._lists[priority]
+        if pages is None or priority < self._lowest:
+            pages = self._list_of(page)
         pages.append(page)
         if page.age & (INDEX_SPACING - 1) == 0:
             pages.add_entry(page)
