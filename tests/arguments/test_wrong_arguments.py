@@ -25,6 +25,9 @@ NAMED: Final = frozenset({"stream", "cuda_stream", "address", "nbytes"})
 # Calls to which any handle is good, also one that stands for nothing any more.
 TAKE_ANY_HANDLE: Final = frozenset({"forget_stream"})
 
+# Questions of the package to a life cycle, always with plain integers.
+ASKED_BY_THE_PACKAGE: Final = frozenset({"next_stale_change", "scratch_from"})
+
 # Nobody but the package makes these.
 MADE_BY_US: Final = frozenset(
     {"KVCache", "PageIndexConverter", "SizingTable", "MovementCounters", "LifeCycle", "TransferPlan", "PlannedDropHandle"}
@@ -48,6 +51,8 @@ def asked(door: Door) -> bool:
         if is_record(door.owner):
             return (door.module == "config" and not is_abstract(door.owner)) or door.owner in HANDED_IN
         return door.owner not in MADE_BY_US and not is_abstract(door.owner)
+    if door.owner == "LifeCycle" and door.name in ASKED_BY_THE_PACKAGE:
+        return False
     return not any(door.name in members(seam) for seam in SEAMS if seam in bases(door.owner))
 
 
@@ -195,14 +200,18 @@ def test_any_integer_type_is_an_integer(door: Door) -> None:
                 if kind is np.uint16 and number >= 1 << 16:
                     break
                 arguments[parameter.name] = kind(number)
-                results.append(repr_of(call(scene, door, arguments)))
+                results.append(repr_of(door, call(scene, door, arguments)))
         assert len(set(results)) <= 1, (str(door), parameter.name, results)
 
 
-def repr_of(result: object) -> str:
-    """The result as far as two scenes can agree on it."""
+def repr_of(door: Door, result: object) -> str:
+    """The result as far as two scenes can agree on it: not on addresses."""
     text = repr(result)
-    return type(result).__name__ if " at 0x" in text or "_address" in text or "base=" in text or len(text) > 400 else text
+    return (
+        type(result).__name__
+        if "address" in door.name or " at 0x" in text or "_address" in text or "base=" in text or len(text) > 400
+        else text
+    )
 
 
 def test_nothing_that_is_exported_is_overlooked() -> None:
