@@ -74,13 +74,17 @@ class Snapshot:
         if old is not None and old.coverage >= coverage:
             return True
         if old is not None and old.plans == 0:
+            before = int(old.coverage)
+            if is_state:
+                old.coverage = 0  # its bytes become those of another length: an interrupted commit must not leave it listed
             self.void.append(old)
             if hierarchy.overwrite(old, source, request.stream):
                 if not is_state:
-                    self.void.pop()  # the cached snapshot keeps valid bytes
+                    self.void.pop()  # the bytes that it had are the same
                 self._add(old, coverage)
                 return True
             self.void.pop()
+            old.coverage = before
         copy = hierarchy.try_copy(source, priority, request.stream)
         if copy is None:
             return False
@@ -98,6 +102,9 @@ class Snapshot:
             request.exchange_beams(request.tail_beam)
         if not self.pages:
             return
+        if not parent_of(request).attached:
+            self._drop()  # making free slots for the copies dropped a page without which the path cannot match
+            return
         tree = request.shared.tree
         block = insert_tail(request) if self.covered > 0 else request.tip
         assert block is not None, "a snapshot without committed tokens"
@@ -109,6 +116,8 @@ class Snapshot:
                     request.shared.hierarchy.unlist(page)
             elif page.owner is block:
                 tree.install(block, page, self.coverages[number])
+            elif page in self.void:
+                tree.drop_page(page)
         if self.covered > 0:
             tree.unpin(block)
 
