@@ -17,6 +17,7 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.request.residency import close
+from kv_cache_manager_v2.storage.cells import UNBUILT, free_unbuilt
 
 _log: Final = logging.getLogger(__name__)
 
@@ -93,13 +94,19 @@ def close_dropped(driver: Driver) -> None:
 
 
 def close_unused() -> None:
-    """Shut down the dropped managers whose driver no living manager uses. Called only where a long call is acceptable."""
+    """Shut down the dropped managers whose driver no living manager uses, and free what failed constructions could not free.
+
+    Called only where a long call is acceptable.
+    """
+    if UNBUILT:
+        free_unbuilt()
     used = [other.driver for other in LIVE if other not in DROPPED]
     _close([shared for shared in DROPPED if shared.driver not in used])
 
 
 def _close(managers: list[ManagerState]) -> None:
-    """Shut down dropped managers. If the device refuses, later calls try again, up to MAX_ATTEMPTS times."""
+    """Shut down dropped managers. If the device refuses, with whatever exception but Ctrl-C, later calls try again, up to
+    MAX_ATTEMPTS times."""
     for shared in managers:
         if not _remove(DROPPED, shared):
             continue  # another thread shuts it down
@@ -111,7 +118,7 @@ def _close(managers: list[ManagerState]) -> None:
             if shared.attempts_to_close < MAX_ATTEMPTS:
                 DROPPED.append(shared)
             _log.warning("the memory of a dropped KVCacheManager could not be freed yet: %s", error)
-            if not isinstance(error, Exception):
+            if isinstance(error, KeyboardInterrupt):
                 raise
 
 
@@ -141,6 +148,7 @@ def _on_fork() -> None:
         shared.mark_forked(os.getppid())
     LIVE.clear()
     DROPPED.clear()
+    UNBUILT.clear()
 
 
 os.register_at_fork(after_in_child=_on_fork)

@@ -15,6 +15,7 @@ from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.tiers import Tier, make_tier
 
 _log: Final = logging.getLogger(__name__)
+UNBUILT: Final[list[Cells]] = []  # of failed constructions, with memory that the device refused to free
 
 
 class Cells:
@@ -48,13 +49,14 @@ class Cells:
             raise
 
     def _free_unbuilt(self) -> None:
-        """Free the memory after a failed construction. Memory that the device refuses to free is logged."""
+        """Free the memory after a failed construction. What the device refuses to free is kept for `free_unbuilt`."""
         for _attempt in range(2):
             try:
                 self.close_memory([])
                 return
             except BaseException as error:  # the caller raises the first error
                 _log.error("after a failed construction of a manager, memory could not be freed: %r", error)
+        UNBUILT.append(self)
 
     def of_level(self, level: int) -> list[Cell]:
         """The cells of a level, by pool group."""
@@ -77,3 +79,14 @@ class Cells:
             raise failure
         for tier in self.tiers:
             tier.close()
+
+
+def free_unbuilt() -> None:
+    """Free what earlier constructions that failed could not free. What the device still refuses is logged and kept."""
+    for cells in UNBUILT.copy():
+        try:
+            cells.close_memory([])
+        except Exception as error:
+            _log.error("memory of a manager whose construction failed could not be freed yet: %r", error)
+        else:
+            UNBUILT.remove(cells)

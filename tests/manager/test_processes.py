@@ -221,6 +221,29 @@ def test_a_dropped_manager_of_another_device_disturbs_no_call() -> None:
     ours.close()
 
 
+class _Foreign(BaseException):
+    """A class that the package has never heard of."""
+
+
+@pytest.mark.parametrize("error", [KeyError("theirs"), SystemExit(3), _Foreign("theirs")])
+def test_the_device_of_a_dropped_manager_disturbs_no_construction(error: BaseException) -> None:
+    """Whatever it raises is logged; a later construction or shutdown frees the memory."""
+    theirs = EmulatedDriver()
+    ours = EmulatedDriver()
+    gc.disable()
+    try:
+        dropped_in_a_cycle(theirs)
+        gc.collect()
+    finally:
+        gc.enable()
+    theirs.fail("synchronize", error=error)
+    manager = KVCacheManager(small(8), driver=ours)
+    assert theirs.mapped_bytes > 0
+    manager.shutdown()
+    assert theirs.mapped_bytes == 0
+    ours.close()
+
+
 def test_a_shut_down_manager_is_not_listed() -> None:
     """The list of living managers keeps nothing alive that is gone."""
     before = len(LIVE)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_cache_manager_v2 import KVCacheError, KVCacheManager
 from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
@@ -13,6 +14,7 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from tests.storage.helpers import GRAIN, Rig, make_layout
+from tests.support.rig import hybrid
 
 
 def build(driver: EmulatedDriver, path: str) -> Hierarchy:
@@ -49,3 +51,21 @@ def test_more_slots_than_issued_cost_nothing_but_memory() -> None:
     rig.expect(page, 1)
     rig.check()
     rig.close()
+
+
+@pytest.mark.parametrize(("call", "nth"), [("map_chunk", 2), ("host_register", 2)])
+def test_what_a_failed_construction_could_not_free_is_freed_by_the_next_one(call: str, nth: int) -> None:
+    """The device refuses to map memory, and then to take back what it had given."""
+    driver = EmulatedDriver()
+    config = hybrid(4, 8, host_slots=8)
+    driver.fail(call, nth)
+    driver.fail("unmap", 1, 2)
+    driver.fail("destroy_chunk", 1, 2)
+    with pytest.raises(KVCacheError, match=f"{call}: injected"):
+        KVCacheManager(config, driver=driver)
+    assert driver.leaks()
+    driver.heal()
+    manager = KVCacheManager(config, driver=driver)
+    manager.shutdown()
+    assert not driver.leaks()
+    driver.close()
