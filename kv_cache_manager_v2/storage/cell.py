@@ -73,6 +73,11 @@ class Cell:
         """Pages that can be offloaded now, but not dropped."""
         return self.held.length + self._just_held
 
+    @property
+    def in_transfer(self) -> int:
+        """Slots that are free or evictable once file transfers in flight have ended."""
+        return self.evictable - self.droppable.length - self.held.length + len(self.kept)
+
     # --- pages
 
     def enter(self, page: Page) -> None:

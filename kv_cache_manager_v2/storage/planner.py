@@ -19,18 +19,23 @@ from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
 class Shortage:
     """Why something did not fit; falsy nowhere: a missing shortage is None."""
 
-    def __init__(self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False) -> None:
+    def __init__(
+        self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False, in_transfer: int = 0
+    ) -> None:
         self.pool_group = pool_group
         self.level = level  # the level on which slots are missing
         self.missing = missing  # slots short
         self.gate = gate  # refused without planning: the pool group is used beyond max_util_for_resume, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
+        self.in_transfer = in_transfer  # slots of the pool group, on all levels, that file transfers in flight keep: then try again
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Shortage, (self.pool_group, self.level, self.missing, self.permanent, self.gate)
+        return Shortage, (self.pool_group, self.level, self.missing, self.permanent, self.gate, self.in_transfer)
 
     def __repr__(self) -> str:
         kind = "permanent" if self.permanent else "used beyond max_util_for_resume" if self.gate else "for now"
+        if self.in_transfer > 0 and not self.permanent:
+            kind += f"; file transfers in flight keep {self.in_transfer} slots: try again when they have ended"
         return f"Shortage(pool group {self.pool_group}, level {self.level}: {self.missing} slots short, {kind})"
 
 
@@ -177,6 +182,10 @@ class GroupCounts:
         held = cell.num_held - self.spared_held[target] + more_held
         return shortfall(goal, free, self.droppable[target], held, self.intake[target + 1])
 
+    def in_transfer(self) -> int:
+        """Slots of all levels that file transfers in flight keep. O(levels)."""
+        return sum([cell.in_transfer for cell in self.cells])
+
     def count(self, target: int, move_held: bool) -> None:
         """Count `open`, `droppable` and `intake`, once for each plan. O(levels)."""
         if self._counted:
@@ -217,7 +226,7 @@ class Planner:
                 missing = counts.missing(target, counts.goal, move_held)
                 if missing > 0:
                     cell = counts.cells[target]
-                    return Shortage(cell.pool_group, target, missing, counts.wanted > cell.total)
+                    return Shortage(cell.pool_group, target, missing, counts.wanted > cell.total, False, counts.in_transfer())
         for counts in self._groups:
             if counts.goal > 0 and (counts.goal > counts.cells[target].free or counts.loads):
                 self.plans.append(self._choose(counts, target, []))

@@ -569,3 +569,25 @@ def test_a_host_level_whose_memory_cannot_be_had_again_shrinks_and_its_pages_are
         rig.expect(page, i)
     assert rig.counts(1) == (63, 0, 1)
     rig.close()
+
+
+def test_a_shortage_says_that_transfers_in_flight_keep_slots(rigs: list[Rig], tmp_path: Path) -> None:
+    """What is being read or written cannot be evicted yet; the same call succeeds once the transfer has ended."""
+    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path), schedule="random")
+    rigs.append(rig)
+    page = rig.held(1)
+    rig.cached(2)
+    warm = rig.held(3)
+    settle_all(rig)
+    gate = rig.driver.hang("read_file")
+    assert rig.hierarchy.prefetch([page], 1) is None
+    shortage = rig.hierarchy.acquire([1], [])
+    assert shortage is not None
+    assert not shortage.permanent
+    assert shortage.in_transfer > 0
+    assert "try again when they have ended" in repr(shortage)
+    gate.open()
+    settle_all(rig)
+    shortage = rig.hierarchy.acquire([1], [])
+    assert shortage is None or shortage.in_transfer == 0
+    assert warm.alive()
