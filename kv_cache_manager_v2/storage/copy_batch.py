@@ -79,7 +79,7 @@ class CopyBatch:
         self.source_slots.append(page.slot)
 
     def wait_for(self, point: Point) -> None:
-        """Add a point that the batch waits for, unless it is one of the last two: those of a request's pages are mostly the same."""
+        """Add a point to wait for, unless it is one of the last two: a request's pages mostly have the same points."""
         waits = self.waits
         count = len(waits)
         if point == NULL_POINT or (count > 0 and (waits[count - 1] == point or (count > 1 and waits[count - 2] == point))):

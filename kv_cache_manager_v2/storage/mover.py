@@ -59,8 +59,9 @@ class Mover:
     def drop(self, page: Page) -> None:
         """Drop a droppable page. `notify_gone` notifies its owner."""
         assert page.locks + page.holds == 0, "a page that is needed was to be dropped"
-        self._counters.dropped[page.life_cycle][page.level] += 1
-        page.cell.free_page(page)
+        cell = page.cell
+        self._counters.dropped[page.life_cycle][cell.level] += 1
+        cell.free_page(page)
         self.add_gone(page)
 
     def add_gone(self, page: Page) -> None:
