@@ -24,7 +24,8 @@ from kv_cache_manager_v2 import (
     match_page_tables,
     page_table_of,
 )
-from tests.support.rig import KEY, Rig, hybrid, toks
+from tests.support.models import KEY, hybrid
+from tests.support.rig import Rig, toks
 
 
 def setup() -> KVCacheManagerConfig:

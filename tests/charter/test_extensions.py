@@ -31,7 +31,8 @@ from kv_cache_manager_v2.ids import CacheTier, LifeCycleId
 from kv_cache_manager_v2.layout.life_cycle import NEVER
 from tests.charter.toys import ChunkedLayerConfig, ChunkedLifeCycle, OnloadCounter, PlainCacheTierConfig
 from tests.support.engine import Token
-from tests.support.rig import GRAIN, Rig, attention, model, slot_size, small, toks
+from tests.support.models import GRAIN, attention, model, slot_size, small
+from tests.support.rig import Rig, toks
 
 PLAIN = CacheLevel(2)
 DISK = CacheLevel(3)

@@ -12,7 +12,8 @@ import pytest
 
 from kv_cache_manager_v2.build import COMPILED
 from setup_mypyc import INTERPRETED as INTERPRETED_FILES
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 PACKAGE = "kv_cache_manager_v2"
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -27,7 +27,8 @@ from kv_cache_manager_v2.config import (
 )
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
-from tests.layout.helpers import MIB, attention, buffers, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import MIB, attention, buffers, ssm
 
 
 def test_defaults() -> None:

@@ -15,7 +15,7 @@ from kv_cache_manager_v2 import KVCache, KVCacheManager, LayerId, Stream
 from kv_cache_manager_v2.extras.cuda import CudaDriver
 from tests.extras.helpers import HostBuffer
 from tests.support.engine import base_indices
-from tests.support.rig import KEY, attention, small
+from tests.support.models import KEY, attention, small
 
 BLOCK = 4  # tokens
 BLOCKS = 6  # of a request

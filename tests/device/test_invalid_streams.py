@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import KVCacheError, LogicError
-from tests.support.rig import Kind, Request, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import Request, Rig, toks
 
 
 def test_a_stream_that_does_not_exist_is_refused_by_resume() -> None:

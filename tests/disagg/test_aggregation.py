@@ -10,7 +10,8 @@ from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedB
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DataRole, LayerId
 from kv_cache_manager_v2.layout.pools import BufferId, PoolDesc, build_layout
-from tests.layout.helpers import KEY, VALUE, attention, model
+from tests.layout.helpers import model
+from tests.support.models import KEY, VALUE, attention
 
 BASES = [[0x10000, 0x20000], [0x30000, 0x40000]]
 

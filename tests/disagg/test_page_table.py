@@ -30,7 +30,8 @@ from kv_cache_manager_v2.disagg.page_table import (
     virtual_layer_id,
 )
 from tests.disagg.helpers import HEADS, Rank, Split
-from tests.support.rig import KIB, Rig, attention, model, ssm, toks
+from tests.support.models import KIB, attention, model, ssm
+from tests.support.rig import Rig, toks
 
 HYBRID = Split(((0, 1, 2, 3, 4),), 1, TOKENS_FIRST, recurrent=4)
 

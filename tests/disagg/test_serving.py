@@ -9,7 +9,8 @@ import pytest
 
 from kv_cache_manager_v2 import BufferId, GpuCacheTierConfig, HostCacheTierConfig, KVCache, LayerId
 from tests.support.engine import Token
-from tests.support.rig import KEY, KIB, MIB, VALUE, Request, Rig, attention, mixed, model, toks
+from tests.support.models import KEY, KIB, MIB, VALUE, attention, model
+from tests.support.rig import Request, Rig, mixed, toks
 
 
 def test_history_is_reserved_before_it_is_committed() -> None:

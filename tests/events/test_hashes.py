@@ -15,7 +15,8 @@ from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_ke
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.events.helpers import brief, events_of, stored
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, Cache, Token, digest, toks
-from tests.support.rig import Rig, small
+from tests.support.models import small
+from tests.support.rig import Rig
 
 # [1, 2, 3, 4] and then [5, 6], in blocks of 4
 V1_PINNED = [

@@ -10,7 +10,8 @@ import pytest
 from kv_cache_manager_v2 import CacheListener, KVCacheEventManager, KVCacheManager, LogicError
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.listener import CachedBlock
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 class Boom(Exception):

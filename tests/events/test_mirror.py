@@ -29,7 +29,8 @@ from kv_cache_manager_v2.events.records import (
 )
 from tests.events.helpers import events_of, mirror_contents, tree_contents, unique
 from tests.reuse.helpers import FULL, Cache, Token, toks
-from tests.support.rig import GRAIN, Kind, Rig, small
+from tests.support.models import GRAIN, Kind, small
+from tests.support.rig import Rig
 
 
 class TestMirror:

@@ -20,7 +20,7 @@ from kv_cache_manager_v2.extras.pages import locate_pages
 from kv_cache_manager_v2.ids import GPU_LEVEL, DataRole, LayerId, PageIndexMode
 from tests.extras.cuda_standin import StandIn
 from tests.support.engine import base_indices
-from tests.support.rig import attention, model
+from tests.support.models import attention, model
 
 LAYER = LayerId(3)
 KEY = DataRole("key")

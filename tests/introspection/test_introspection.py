@@ -18,7 +18,8 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.listener import CachedBlock, CacheListener
 from tests.support import inside
-from tests.support.rig import DISK, GPU, HOST, KIB, MIB, Rig, attention, model, small, ssm, toks
+from tests.support.models import KIB, MIB, attention, model, small, ssm
+from tests.support.rig import DISK, GPU, HOST, Rig, toks
 
 FULL_AND_WINDOW = ("full", (8, 0))
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.config import BatchDesc, KVCacheDesc
 from kv_cache_manager_v2.layout.batches import batch_slots, history_slots, length_bytes, life_cycle_slots, request_slots
 from kv_cache_manager_v2.layout.pools import build_layout
-from tests.layout.helpers import attention, batch, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import attention, batch, ssm
 
 
 def test_zero_token_request_needs_its_state() -> None:

@@ -11,7 +11,8 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.layout.batches import history_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import clamp_max_seq_len, size_levels
-from tests.layout.helpers import MIB, attention, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import MIB, attention, ssm
 
 FULL = (attention(0, 2 * MIB),)
 WINDOW = (attention(0, 2 * MIB, window=32),)

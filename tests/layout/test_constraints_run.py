@@ -14,7 +14,8 @@ from kv_cache_manager_v2.layout.batches import batch_slots
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import exact_fraction, min_quota, min_slots, size_levels, structural_slots
 from tests.support.engine import Token
-from tests.support.rig import GRAIN, Kind, Rig, attention, model, ssm, toks
+from tests.support.models import GRAIN, Kind, attention, model, ssm
+from tests.support.rig import Rig, toks
 
 B = 4  # tokens a block
 STEP = 512  # bytes by which slots differ, so that each kind has a pool group of its own

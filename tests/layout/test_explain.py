@@ -12,7 +12,8 @@ from kv_cache_manager_v2.ids import CacheLevel, CacheTier, DataRole, LayerId, Pa
 from kv_cache_manager_v2.layout import pools
 from kv_cache_manager_v2.layout.explain import FLOOR_OF_CONSTRAINTS, FLOOR_OF_ONE_REQUEST, draw_layout, human_bytes
 from kv_cache_manager_v2.layout.pools import build_layout
-from tests.layout.helpers import KIB, MIB, attention, batch, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import KIB, MIB, attention, batch, ssm
 
 
 def documented() -> KVCacheManagerConfig:

@@ -22,7 +22,8 @@ from kv_cache_manager_v2.layout.page_index import (
 )
 from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import check_index_range, size_levels
-from tests.layout.helpers import GIB, KEY, VALUE, attention, model
+from tests.layout.helpers import model
+from tests.support.models import GIB, KEY, VALUE, attention
 
 SHARED, PER_LAYER = PageIndexMode.SHARED, PageIndexMode.PER_LAYER
 

@@ -13,7 +13,8 @@ from kv_cache_manager_v2.config import LayerConfig
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DataRole, LayerId
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, build_layout
-from tests.layout.helpers import KEY, KIB, VALUE, attention, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import KEY, KIB, VALUE, attention, ssm
 
 
 def test_buffer_id_is_a_tuple() -> None:

@@ -34,7 +34,8 @@ from kv_cache_manager_v2.layout.sizing import (
     split_quota,
     weights_from_length,
 )
-from tests.layout.helpers import GIB, KIB, MIB, attention, batch, model, ssm
+from tests.layout.helpers import model
+from tests.support.models import GIB, KIB, MIB, attention, batch, ssm
 
 GRAIN = 2 * MIB
 

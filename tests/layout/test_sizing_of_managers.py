@@ -11,7 +11,8 @@ from kv_cache_manager_v2 import BatchDesc, ConfigError, GpuCacheTierConfig, KVCa
 from kv_cache_manager_v2.config import LayerConfig
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import min_quota, min_slots, size_levels
-from tests.support.rig import GIB, GRAIN, KIB, MIB, Request, Rig, attention, batch, hybrid, mixed, model, ssm, toks
+from tests.support.models import GIB, GRAIN, KIB, MIB, attention, batch, hybrid, model, ssm
+from tests.support.rig import Request, Rig, mixed, toks
 
 WINDOWED_SLOT = 768 * KIB
 FULL_SLOT = 1280 * KIB

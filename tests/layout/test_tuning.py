@@ -13,7 +13,8 @@ from kv_cache_manager_v2.ids import CacheLevel
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import normalised, resized, size_levels, weights_from_length
 from kv_cache_manager_v2.layout.tuning import MovingAverage, Tuner
-from tests.layout.helpers import KIB, MIB, attention, batch, model
+from tests.layout.helpers import model
+from tests.support.models import KIB, MIB, attention, batch
 
 GPU, HOST, DISK = CacheLevel(0), CacheLevel(1), CacheLevel(2)
 

@@ -23,7 +23,8 @@ from kv_cache_manager_v2 import (
 )
 from tests.hunt.devices import REFUSALS, RefusingDevice, refusing_device
 from tests.support.engine import Token
-from tests.support.rig import GPU, GRAIN, HOST, Kind, hybrid, small, toks
+from tests.support.models import GRAIN, Kind, hybrid, small
+from tests.support.rig import GPU, HOST, toks
 
 MODELS: dict[str, list[Kind]] = {
     "window": ["full", (8, 0)],

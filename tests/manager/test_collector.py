@@ -7,7 +7,8 @@ import gc
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 BLOCKS = 2000
 LONG = BLOCKS // 2

@@ -13,7 +13,8 @@ import kv_cache_manager_v2 as kvcm
 from kv_cache_manager_v2 import LogicError
 from kv_cache_manager_v2.layout.life_cycle import AttentionLifeCycle, SsmLifeCycle
 from tests.arguments.scene import Scene
-from tests.support.rig import KEY, toks
+from tests.support.models import KEY
+from tests.support.rig import toks
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,

@@ -12,7 +12,8 @@ import textwrap
 import pytest
 
 from kv_cache_manager_v2 import LogicError, PlannedDropHandle
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 def test_handles_cannot_be_copied_or_pickled() -> None:

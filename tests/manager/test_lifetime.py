@@ -27,7 +27,8 @@ from kv_cache_manager_v2 import (
     ReuseScope,
 )
 from tests.support import inside
-from tests.support.rig import KEY, Rig, small, toks
+from tests.support.models import KEY, small
+from tests.support.rig import Rig, toks
 
 
 def python(program: str, *flags: str, environment: dict[str, str] | None = None) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import LogicError
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("active", [False, True])

@@ -11,7 +11,8 @@ from types import FrameType
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
-from tests.support.rig import MIB, Rig, attention, model, toks
+from tests.support.models import MIB, attention, model
+from tests.support.rig import Rig, toks
 
 EVICTED = 16
 

@@ -31,7 +31,8 @@ from kv_cache_manager_v2 import (
 from kv_cache_manager_v2.request.call import Call
 from tests.hunt.devices import Strange
 from tests.manager.test_any_exception import Scene, scene_of
-from tests.support.rig import GPU, GRAIN, toks
+from tests.support.models import GRAIN
+from tests.support.rig import GPU, toks
 
 
 def break_pins(scene: Scene) -> None:

@@ -15,7 +15,8 @@ from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager, LogicError, resi
 from kv_cache_manager_v2.request.live_managers import DROPPED, LIVE
 from tests.hunt.devices import refusing_device
 from tests.manager.test_any_exception import scene_of
-from tests.support.rig import GPU, GRAIN, small, toks
+from tests.support.models import GRAIN, small
+from tests.support.rig import GPU, toks
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ import pytest
 
 from kv_cache_manager_v2 import GpuCacheTierConfig, HostCacheTierConfig
 from tests.support.engine import Token
-from tests.support.rig import KIB, MIB, Request, Rig, attention, mixed, model, toks
+from tests.support.models import KIB, MIB, attention, model
+from tests.support.rig import Request, Rig, mixed, toks
 
 
 class Job:

@@ -12,7 +12,8 @@ import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache
 from tests.support import inside
-from tests.support.rig import GPU, MIB, Rig, attention, model, small, toks
+from tests.support.models import MIB, attention, model, small
+from tests.support.rig import GPU, Rig, toks
 
 WATCHDOG_S = 60
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver, GpuCacheTierConfig, HostCacheTierConfig, KVCacheManager, KVCacheManagerConfig
-from tests.support.rig import MIB, attention
+from tests.support.models import MIB, attention
 
 
 def rank(offset: float) -> tuple[KVCacheManager, EmulatedDriver]:

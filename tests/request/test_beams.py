@@ -10,7 +10,8 @@ import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, KVCache, KVCacheError, OutOfPagesError
 from tests.support.engine import FakeEngine, Token
-from tests.support.rig import Kind, Request, Rig, hybrid, small, toks
+from tests.support.models import Kind, hybrid, small
+from tests.support.rig import Request, Rig, toks
 
 
 def engine_of(rig: Rig) -> FakeEngine:

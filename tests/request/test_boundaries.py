@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, CacheLevel, ConfigError, KVCacheError, LayerGroupId
-from tests.support.rig import Rig, attention, model, small, toks
+from tests.support.models import attention, model, small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("history", [0, 5, 12, 15, 16])

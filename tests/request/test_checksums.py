@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kv_cache_manager_v2 import DiskCacheTierConfig, PageDataLostError, introspection
-from tests.support.rig import Request, Rig, slot_size, small, toks
+from tests.support.models import slot_size, small
+from tests.support.rig import Request, Rig, toks
 
 PROMPT = toks(0, 16)
 SIZE = slot_size(4, 4)

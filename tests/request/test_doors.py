@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, LogicError, commit_batch, resize_batch
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 def test_numpy_integers_are_lengths_and_ids() -> None:

@@ -11,7 +11,8 @@ from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.recurrent_state import RecurrentState
 from kv_cache_manager_v2.request.request import Request
 from tests.support.engine import Token
-from tests.support.rig import Rig, hybrid, toks
+from tests.support.models import hybrid
+from tests.support.rig import Rig, toks
 
 # the fork's is the source's; `tail` by its bytes
 COPIED = {"shared", "scope", "priority", "tokens_per_block", "committed", "history", "path", "tail", "tip"}

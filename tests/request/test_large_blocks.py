@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("position", [1, 30, 31, 32, 33, 62, 63, 64, 65, 100, 127, 128, 130, 200])

@@ -6,7 +6,8 @@ import pytest
 
 from kv_cache_manager_v2 import CacheLevel, ReuseScope, sequence_to_blockchain_keys
 from tests.support.engine import Token
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 def look(rig: Rig, how: str, tokens: list[Token]) -> int:

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, LogicError
-from tests.support.rig import small
+from tests.support.models import small
 
 
 def test_an_exception_inside_the_block_is_the_one_that_is_seen() -> None:

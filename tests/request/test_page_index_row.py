@@ -11,7 +11,8 @@ import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, ConfigError, KVCache
 from kv_cache_manager_v2.request.page_index_row import PageIndexRow, bad_run
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 CHANGES: list[Callable[[PageIndexRow], None]] = [
     lambda row: row.append(7),

@@ -9,7 +9,8 @@ import pytest
 from kv_cache_manager_v2 import LogicError, PlannedDropHandle
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import KIB, MIB, Rig, attention, model, small, ssm, toks
+from tests.support.models import KIB, MIB, attention, model, small, ssm
+from tests.support.rig import Rig, toks
 
 
 def plan_of(rig: Rig, tokens: list[Token]) -> PlannedDropHandle:

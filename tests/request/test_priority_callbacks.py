@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, KVCache, LogicError
-from tests.support.rig import Rig, hybrid, small, toks
+from tests.support.models import hybrid, small
+from tests.support.rig import Rig, toks
 
 
 class Boom(Exception):

@@ -8,7 +8,8 @@ import pytest
 
 from kv_cache_manager_v2 import KVCache, PageDataLostError
 from tests.support.engine import Token
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:

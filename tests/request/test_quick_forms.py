@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import commit_batch, resize_batch
-from tests.support.rig import GRAIN, MIB, Rig, attention, model, small
+from tests.support.models import GRAIN, MIB, attention, model, small
+from tests.support.rig import Rig
 
 
 @pytest.mark.parametrize("form", ["quick", "with a history", "batch"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("written", [1, 2, 4, 6, 7])

@@ -10,7 +10,8 @@ import pytest
 from kv_cache_manager_v2 import LogicError
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import KIB, MIB, Rig, attention, hybrid, mixed, model, ssm, toks
+from tests.support.models import KIB, MIB, attention, hybrid, model, ssm
+from tests.support.rig import Rig, mixed, toks
 
 
 def rig_of(partial: bool = True, window: int | None = None, attention_layers: bool = True) -> Rig:

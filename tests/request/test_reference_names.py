@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import LayerGroupId, typed_range
-from tests.support.rig import Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Rig, toks
 
 
 def test_the_diagnostics_of_a_hybrid_match_are_ordered() -> None:

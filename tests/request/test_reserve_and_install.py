@@ -10,7 +10,8 @@ import pytest
 
 from kv_cache_manager_v2 import ConfigError, KVCache, KVCacheError, PageDataLostError
 from tests.request.test_provisional import seed
-from tests.support.rig import GPU, Kind, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import GPU, Rig, toks
 
 ENDS: dict[str, Callable[[Rig, KVCache], None]] = {
     "active": lambda rig, cache: cache.close(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache
-from tests.support.rig import GPU, Kind, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import GPU, Rig, toks
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", (8, 0))])

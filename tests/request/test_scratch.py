@@ -12,7 +12,8 @@ from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import min_slots, size_levels
 from tests.layout.test_sizing_of_managers import exact, run_batch
 from tests.support import inside
-from tests.support.rig import GRAIN, KEY, KIB, MIB, Request, Rig, attention, batch, mixed, model, toks
+from tests.support.models import GRAIN, KEY, KIB, MIB, attention, batch, model
+from tests.support.rig import Request, Rig, mixed, toks
 
 
 def windows(count: int, window: int, rewind: int = 0, gpu: int = 8 * MIB, size: int = 2 * KIB) -> Rig:

@@ -14,7 +14,8 @@ from kv_cache_manager_v2 import (
 from kv_cache_manager_v2.config import LayerConfig
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import KIB, MIB, Rig, attention, mixed, model, small, toks
+from tests.support.models import KIB, MIB, attention, model, small
+from tests.support.rig import Rig, mixed, toks
 
 
 def alternating(count: int, *sizes: int, window: int, sink: int) -> list[LayerConfig]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import KVCacheError
-from tests.support.rig import Request, Rig, small, toks
+from tests.support.models import small
+from tests.support.rig import Request, Rig, toks
 
 
 def _ready_to_slide(rig: Rig, committed: int, forked: bool) -> Request:

@@ -6,7 +6,8 @@ import pytest
 
 from kv_cache_manager_v2 import CacheLevel, KVCache, LogicError
 from tests.support import inside
-from tests.support.rig import DISK, HOST, KIB, MIB, Rig, attention, batch, model, small, toks
+from tests.support.models import KIB, MIB, attention, batch, model, small
+from tests.support.rig import DISK, HOST, Rig, toks
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])

@@ -11,7 +11,8 @@ from kv_cache_manager_v2.reuse.explain import MissHistory, explain
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, digest, toks, window
 from tests.storage.helpers import make_cell
-from tests.support.rig import Rig, small
+from tests.support.models import small
+from tests.support.rig import Rig
 
 TIERS = [CacheTier.GPU_MEM, CacheTier.HOST_MEM]
 

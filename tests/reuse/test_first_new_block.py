@@ -8,7 +8,8 @@ import pytest
 from kv_cache_manager_v2 import ReuseScope, Tokens, sequence_to_blockchain_keys
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import Kind, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import Rig, toks
 
 
 def chain(tokens: list[Token], scope: ReuseScope | None = None) -> list[bytes]:

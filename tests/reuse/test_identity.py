@@ -22,7 +22,8 @@ from kv_cache_manager_v2 import (
 )
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import KIB, Rig, attention, model, small, toks
+from tests.support.models import KIB, attention, model, small
+from tests.support.rig import Rig, toks
 
 SCOPES = [
     ReuseScope(),

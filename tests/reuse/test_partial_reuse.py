@@ -6,7 +6,8 @@ import pytest
 
 from kv_cache_manager_v2 import ReuseScope
 from tests.support import inside
-from tests.support.rig import KIB, Rig, attention, model, small, toks
+from tests.support.models import KIB, attention, model, small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("lengths", [(80, 88, 80), (65, 96, 70, 88), (88, 80, 72), (70, 71, 72, 73), (96, 65)])

@@ -6,7 +6,8 @@ import pytest
 
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import GRAIN, KIB, MIB, Rig, attention, hybrid, model, ssm, toks
+from tests.support.models import GRAIN, KIB, MIB, attention, hybrid, model, ssm
+from tests.support.rig import Rig, toks
 
 
 def rig_of(partial: bool = True) -> Rig:

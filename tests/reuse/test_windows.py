@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support import inside
-from tests.support.rig import KIB, MIB, Kind, Rig, attention, model, small, toks
+from tests.support.models import KIB, MIB, Kind, attention, model, small
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(128, [0, 0, 32, 32]), (96, [0, 32, 32]), (95, [0, 32, 31]), (127, [0, 0, 32, 31])])

@@ -17,7 +17,8 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.config import CacheTierConfig
 from tests.support.engine import Token
-from tests.support.rig import GRAIN, Kind, Rig, layers_of, model, toks
+from tests.support.models import GRAIN, Kind, layers_of, model
+from tests.support.rig import Rig, toks
 
 BLOCK = 4  # tokens
 

@@ -8,7 +8,8 @@ import pytest
 
 from kv_cache_manager_v2 import GPU_LEVEL, LifeCycleId, PageDataLostError, introspection
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_of, seed, suspended_cache
-from tests.support.rig import DISK, GRAIN, HOST, Rig, hybrid, small, toks
+from tests.support.models import GRAIN, hybrid, small
+from tests.support.rig import DISK, HOST, Rig, toks
 
 
 def press(rig: Rig, count: int) -> None:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2 import GPU_LEVEL, KVCache, OutOfPagesError, introspection
+from tests.support.models import Kind, small
 from tests.support.recount import Counted, Recount
 from tests.support.recount import Kind as Rule
-from tests.support.rig import HOST, Kind, Rig, small, toks
+from tests.support.rig import HOST, Rig, toks
 
 SIZE = 4
 WEIGHTS = {

@@ -14,7 +14,8 @@ from kv_cache_manager_v2 import (
     introspection,
 )
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, request, rig_of, seed, suspended_cache
-from tests.support.rig import GRAIN, KIB, MIB, Kind, Rig, attention, model, toks
+from tests.support.models import GRAIN, KIB, MIB, Kind, attention, model
+from tests.support.rig import Rig, toks
 
 
 def test_context_then_generation() -> None:

@@ -21,7 +21,8 @@ from kv_cache_manager_v2 import (
 from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_of, seed, suspended_cache
 from tests.support import inside
 from tests.support.engine import Token
-from tests.support.rig import GPU, GRAIN, HOST, Kind, Rig, hybrid, model, small, ssm, toks
+from tests.support.models import GRAIN, Kind, hybrid, model, small, ssm
+from tests.support.rig import GPU, HOST, Rig, toks
 
 
 def test_all_on_the_gpu_then_most_on_the_host() -> None:

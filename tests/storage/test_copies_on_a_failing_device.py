@@ -10,7 +10,8 @@ from kv_cache_manager_v2 import KVCache, KVCacheError, LayerId
 from kv_cache_manager_v2.ids import NULL_POINT
 from tests.storage.helpers import FakeBlock
 from tests.storage.helpers import Rig as StorageRig
-from tests.support.rig import Kind, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import Rig, toks
 
 MARK = b"\xcc" * 16
 KINDS: Sequence[Kind] = ("full", (64, 0))

@@ -8,7 +8,8 @@ import pytest
 
 from kv_cache_manager_v2 import KVCache
 from tests.support import inside
-from tests.support.rig import Kind, Request, Rig, small, toks
+from tests.support.models import Kind, small
+from tests.support.rig import Request, Rig, toks
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])

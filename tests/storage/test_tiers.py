@@ -25,7 +25,8 @@ from kv_cache_manager_v2.config import CacheTierConfig, LayerConfig
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES
 from kv_cache_manager_v2.storage.copier import REGION_BYTES
 from tests.support import inside
-from tests.support.rig import GPU, GRAIN, HOST, KIB, MIB, Kind, Rig, attention, hybrid, model, small, toks
+from tests.support.models import GRAIN, KIB, MIB, Kind, attention, hybrid, model, small
+from tests.support.rig import GPU, HOST, Rig, toks
 
 NUM_REGIONS = DEFAULT_RING_BYTES // REGION_BYTES
 
