@@ -8,7 +8,8 @@ import pytest
 
 from kv_cache_manager_v2.build import COMPILED
 from tests.manager.test_interrupts import Interrupter
-from tests.support.rig import GPU, Rig, hybrid, toks
+from tests.support.models import hybrid
+from tests.support.rig import GPU, Rig, toks
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")

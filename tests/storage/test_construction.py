@@ -14,7 +14,7 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from tests.storage.helpers import GRAIN, Rig, make_layout
-from tests.support.rig import hybrid
+from tests.support.models import hybrid
 
 
 def build(driver: EmulatedDriver, path: str) -> Hierarchy:
