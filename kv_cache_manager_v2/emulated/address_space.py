@@ -220,12 +220,13 @@ class AddressSpace:
 
     def unmap(self, address: int, nbytes: int) -> None:
         mapping = self._mapping_at("unmap", address, nbytes)
+        if mapping.accessible and self.usable.covers(address, address + nbytes):  # else a call that was interrupted has done it
+            self.usable.remove(address, address + nbytes)  # first: work that runs late must be refused, not crash
+        mapping.accessible = False
         if mapping.owner.views > 0:
             zero_range(address, nbytes)
         else:
             clear_range(address, nbytes)
-        if mapping.accessible:
-            self.usable.remove(address, address + nbytes)
         self._mapped.remove(address, address + nbytes)
         del self._mappings[address]
         del self._mapped_chunks[mapping.chunk]
@@ -266,9 +267,11 @@ class AddressSpace:
             raise LogicError(
                 f"host_unregister: {self.name_range(address, nbytes)} is not a registered range; {self.locate(address)}"
             )
+        if self.usable.covers(address, address + nbytes):  # else a call that was interrupted has done it
+            self.usable.remove(address, address + nbytes)
+        if self.registered.covers(address, address + nbytes):
+            self.registered.remove(address, address + nbytes)
         del self.host_ranges[address]
-        self.registered.remove(address, address + nbytes)
-        self.usable.remove(address, address + nbytes)
         self._past.append((address, address + nbytes, "an unregistered host range"))
 
     # --- checks
