@@ -44,15 +44,17 @@ def commit_one(request: Request, token: int, point: Point) -> None:
     history = max(request.history, after)
     ordinal = len(request.path)
     tail = request.tail
+    word = i32(token)
     if after % request.tokens_per_block == 0:
-        data = tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little")
-        parent = existing_parent(request)
-        if parent is not None and parent.children is not None and parent.attached:
-            _wait_for_existing(request, parent, [data])
-        _install_blocks(request, [data], history, point, [])
+        existing = existing_parent(request)
+        if existing is not None and existing.children is not None and existing.attached:
+            _wait_for_existing(request, existing, [tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little")])
+        parent = parent_of(request)
+        write_i32_le(tail, word)
+        _set_tip(request, _install_block(request, parent, tail.getvalue(), history, point))
         tail.truncate(0)
     else:
-        write_i32_le(tail, i32(token))
+        write_i32_le(tail, word)
     request.committed = after
     if history > request.history:
         advance_history(request, history, point)
@@ -163,33 +165,44 @@ def _install_blocks(request: Request, blocks: list[bytes], history: int, point: 
     """
     if not blocks:
         return
-    tree = request.shared.tree
-    tip = request.tip
     parent = parent_of(request)
     for number, data in enumerate(blocks):
-        ordinal = len(request.path)
         if beams:
-            request.keep_beam(ordinal, beams[number], point)
-        if not parent.attached:
-            request.path.append(tree.detached_block(ordinal, data))
-            continue
-        block, outcome = tree.insert(parent, data, request.tokens_per_block)
-        if outcome == BLOCK_NEW and request.loads is not None:
-            request.loads.add(tree, block)
-        _install_pages(request, block, ordinal, outcome, history, point)
-        request.path.append(block)
-        parent = block
-    tree.pin(parent)
-    if tip is not None:
-        tree.unpin(tip)
-    request.tip = parent
+            request.keep_beam(len(request.path), beams[number], point)
+        parent = _install_block(request, parent, data, history, point)
+    _set_tip(request, parent)
+
+
+def _install_block(request: Request, parent: Block, data: bytes, history: int, point: Point) -> Block:
+    """Add the request's next full block after `parent`. Returns the block after which the following one goes."""
+    tree = request.shared.tree
+    ordinal = len(request.path)
+    if not parent.attached:
+        request.path.append(tree.detached_block(ordinal, data))
+        return parent
+    block, outcome = tree.insert(parent, data, request.tokens_per_block)
+    if outcome == BLOCK_NEW and request.loads is not None:
+        request.loads.add(tree, block)
+    _install_pages(request, block, ordinal, outcome, history, point)
+    request.path.append(block)
+    return block
+
+
+def _set_tip(request: Request, block: Block) -> None:
+    tree = request.shared.tree
+    before = request.tip
+    tree.pin(block)
+    if before is not None:
+        tree.unpin(before)
+    request.tip = block
 
 
 def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
     """Decide for each page of a full block whether the request's or the cached one is kept. O(layer groups)."""
     shared = request.shared
     size = request.tokens_per_block
-    given: list[Page] = []
+    given: Page | None = None  # the first page for the block ...
+    more: list[Page] | None = None  # ... and all of them if there are several: a list for one takes a tenth of the commit's time
     theirs = block.first  # pages are listed by life cycle, as tables are
     for table in request.main_tables:
         while theirs is not None and theirs.life_cycle < table.index:
@@ -199,7 +212,7 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
         if page is None or page.lost or not may_be_given(page, block, size):
             continue
         stale = False
-        if history >= request.next_stale or not table.is_live(ordinal):
+        if history >= request.next_stale or table.stale_start <= ordinal < table.stale_end:
             start, end = table.life_cycle.stale(history)
             stale = start <= ordinal < end
         if stale and shared.commit_min_snapshot:
@@ -207,11 +220,18 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
         if outcome != BLOCK_EXISTS or present is None or present.coverage < size:
             if may_publish(request, block):
                 shared.hierarchy.merge_ready(page, point)
-                given.append(page)
+                if given is None:
+                    given = page
+                elif more is None:
+                    more = [given, page]
+                else:
+                    more.append(page)
         elif not stale and block.num_pending_loads == 0:
             _adopt(request, table, ordinal, page, present, point)
-    if given:
-        shared.tree.install_all(block, given, size)
+    if more is not None:
+        shared.tree.install_all(block, more, size)
+    elif given is not None:
+        shared.tree.install(block, given, size)
 
 
 def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:

@@ -6,6 +6,7 @@ Creation allocates no GPU memory and moves no page. It holds the pages of the ma
 from __future__ import annotations
 
 from kv_cache_manager_v2.ids import GPU_LEVEL
+from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.match import Match
@@ -60,6 +61,20 @@ def _matched_priorities(request: Request, match: Match) -> list[list[int]]:
     return priorities
 
 
+class _Column:
+    """What one table holds of a match."""
+
+    def __init__(self, table: BlockTable, blocks: int, priorities: list[int]) -> None:
+        self.table = table
+        self.life_cycle: int = table.index
+        self.stale_start = table.stale_start
+        self.stale_end = table.stale_end
+        self.pages: list[Page | None] = [None] * blocks
+        self.priorities = priorities  # from the callback, one for each held page; empty without a callback
+        self.held = 0
+        self.on_gpu = 0  # pages of full blocks on the GPU, which are counted together at the end
+
+
 def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -> list[int]:
     """Hold and count the pages of the match that are not stale.
 
@@ -70,36 +85,37 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
     blocks = match.blocks
     pending = request.pending
     full = match.num_tokens // request.tokens_per_block
-    columns: list[list[Page | None]] = [[None] * len(blocks) for _table in tables]
-    held = [0] * len(tables)
-    on_gpu = [0] * len(tables)  # pages of full blocks on the GPU, which are counted together at the end
+    columns: list[_Column] = []
+    for number, table in enumerate(tables):
+        columns.append(_Column(table, len(blocks), priorities[number] if priorities else []))
+    count = len(columns)
     levels: list[int] = []
     for ordinal, block in enumerate(blocks):
         page = block.first
         number = 0
         loaded: int = -1  # the coldest level among the block's pages that are held
         cached: int = GPU_LEVEL  # the coldest level among all of its attention pages
-        while page is not None and number < len(tables):  # tables and the pages of a block are both ordered by life cycle
-            table = tables[number]
-            if table.index < page.life_cycle:
+        while page is not None and number < count:  # tables and the pages of a block are both ordered by life cycle
+            column = columns[number]
+            if column.life_cycle < page.life_cycle:
                 number += 1
                 continue
-            if table.index == page.life_cycle:
+            if column.life_cycle == page.life_cycle:
                 level = page.cell.level
                 if level > cached:
                     cached = level
-                if not table.stale_start <= ordinal < table.stale_end:
+                if not column.stale_start <= ordinal < column.stale_end:
                     if priorities:
-                        hierarchy.raise_priority(page, priorities[number][held[number]])
+                        hierarchy.raise_priority(page, column.priorities[column.held])
                     hierarchy.hold(page)
-                    columns[number][ordinal] = page
-                    held[number] += 1
+                    column.pages[ordinal] = page
+                    column.held += 1
                     if level > loaded:
                         loaded = level
                     if level == GPU_LEVEL and ordinal < full:
-                        on_gpu[number] += 1
+                        column.on_gpu += 1
                     elif pending is not None:
-                        pending.found(table.index, level, 1 if ordinal < full else 0, 0 if ordinal < full else 1)
+                        pending.found(column.life_cycle, level, 1 if ordinal < full else 0, 0 if ordinal < full else 1)
             page = page.next_in_block
         if loaded < 0:
             loaded = cached
@@ -107,10 +123,10 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
             if not levels:
                 levels = [GPU_LEVEL] * len(blocks)
             levels[ordinal] = loaded
-    for number, table in enumerate(tables):
-        table.share(columns[number])
+    for column in columns:
+        column.table.share(column.pages)
         if pending is not None:
-            pending.found(table.index, GPU_LEVEL, on_gpu[number], 0)
+            pending.found(column.life_cycle, GPU_LEVEL, column.on_gpu, 0)
     request.mark_counted()
     return levels
 

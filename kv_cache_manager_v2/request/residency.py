@@ -336,10 +336,17 @@ def _end_pages(request: Request, point: Point) -> None:
         table.row.blank()
         table.row.detach()
         table.trim_scratch(0, point)
+    tables = request.tables
     for ordinal in range(request.num_blocks - 1, -1, -1):
-        for table in request.tables:
-            table.end_page(ordinal, active, point)
-    for table in request.tables:
+        for table in tables:
+            page = table.pages[ordinal]
+            if page is None:
+                continue
+            if active and not table.stale_start <= ordinal < table.stale_end:
+                hierarchy.unlock(page, point)
+            else:
+                hierarchy.release_youngest(page)
+    for table in tables:
         table.pages = []
     for recurrent in request.recurrent_states():
         recurrent.end(hierarchy, active, point)

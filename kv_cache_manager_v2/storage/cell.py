@@ -97,6 +97,22 @@ class Cell:
 
         A page that becomes evictable is the youngest of its priority. An evictable page keeps its age.
         """
+        if (  # a cached page whose last user has ended: most of what the end of a request costs, so all of it is here
+            page.list == PINNED
+            and page.locks == 0
+            and page.holds == 0
+            and page.owner is not None
+            and page.transfers == 0
+            and not page.lost
+            and not self.pins_all
+        ):
+            self.pinned.remove(page)
+            self._clock += 1
+            page.age = self._clock
+            page.list = DROPPABLE
+            self.evictable += 1
+            self.droppable.push(page)
+            return
         if page.locks > 0:
             wanted = PINNED
         elif page.holds > 0:
