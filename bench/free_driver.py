@@ -56,7 +56,7 @@ class FreeDriver(IdentifyingDriver):
     def destroy_stream(self, stream: Stream) -> None: ...
 
     def stream_identity(self, stream: Stream) -> int:
-        return int(stream)  # no handle is used twice
+        return stream  # no handle is used twice
 
     def create_event(self) -> int:
         self._handles += 1

@@ -92,7 +92,6 @@ class Bench:
             max_util_for_resume=1.0,
             commit_min_snapshot=setting.recurrent,
             enable_stats=setting.statistics,
-            commit_stats_on_close=setting.statistics,
             initial_pool_ratio=[1 / len(layers)] * len(layers),
         )
         self.manager = KVCacheManager(config, self.events, driver=self.driver)

