@@ -19,8 +19,11 @@ SLOT_BYTES = 512
 class Rig:
     """A driver, 16 slots on the device, 16 on the host, 16 on disk, and three streams."""
 
-    def __init__(self, schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4) -> None:
-        self.driver = EmulatedDriver(schedule, seed, transfer_timeout, stall_timeout_s=0.05, io_threads=io_threads)
+    def __init__(
+        self, schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4, stall_s: float = 10
+    ) -> None:
+        """`stall_s`: short only where a test lets the device stand still, since a busy machine may look as if it did."""
+        self.driver = EmulatedDriver(schedule, seed, transfer_timeout, stall_timeout_s=stall_s, io_threads=io_threads)
         self.chunks = ChunkPool(self.driver, GRANULARITY)
         self.device = DeviceArena(self.driver, self.chunks, SLOT_BYTES, GRANULARITY)
         self.host = HostArena(self.driver, SLOT_BYTES)
@@ -81,9 +84,11 @@ class Rig:
 
 
 @contextmanager
-def rig(schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4) -> Iterator[Rig]:
+def rig(
+    schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4, stall_s: float = 10
+) -> Iterator[Rig]:
     """A rig that is closed, and hence checked for leaks, when the test has passed."""
-    made = Rig(schedule, seed, transfer_timeout, io_threads)
+    made = Rig(schedule, seed, transfer_timeout, io_threads, stall_s)
     yield made
     made.close()
 

@@ -64,7 +64,7 @@ def test_nothing_behind_a_gate_runs_until_it_opens(schedule: str) -> None:
 @every_schedule
 def test_synchronize_names_what_can_never_run(schedule: str) -> None:
     """With a gate closed, waiting for the device is an error that names the streams and the gate, and changes nothing."""
-    with rig(schedule) as r:
+    with rig(schedule, stall_s=0.05) as r:
         gate = r.driver.gate(r.streams[0])
         event = r.driver.create_event()
         r.driver.record_event(event, r.streams[0])

@@ -343,7 +343,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         cold = self.pick(number, [e for e in self.all() if e.level > 0])
         if cold is None:
             return
-        ours = self.pick(other, [e for e in self.all(gpu=True, locked=True) if e.group == cold.group and not e.owned])
+        mine = [e for e in self.all(gpu=True, locked=True) if e.group == cold.group and not e.owned and not e.page.lost]
+        ours = self.pick(other, mine)
         if ours is None:
             return
         self.rig_().hierarchy.take_over(cold.page, ours.page)
