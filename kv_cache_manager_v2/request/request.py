@@ -153,22 +153,32 @@ class Request:
         return live
 
     def _add_live_pages(self, live: list[Page]) -> None:
-        """Add the live pages of several tables, block by block."""
-        tables = self.tables
-        start, end = 0, NEVER  # range of blocks that are stale in every table
-        for table in tables:
-            start = max(start, table.stale_start)
-            end = min(end, table.stale_end)
-        ordinal = self.num_blocks - 1
-        while ordinal >= 0:
-            if start <= ordinal < end:
-                ordinal = start - 1
-                continue
-            for table in tables:
-                page = table.pages[ordinal]
-                if page is not None and not table.stale_start <= ordinal < table.stale_end:
-                    live.append(page)
-            ordinal -= 1
+        """Add the live pages of several tables, from the last block to the first.
+
+        Between two ends of stale ranges the same tables are live. A run with one live table is a plain loop: most of a long prompt
+        where the other tables have windows.
+        """
+        ends: set[int] = {0, self.num_blocks}
+        for table in self.tables:
+            ends.add(min(table.stale_start, self.num_blocks))
+            ends.add(min(table.stale_end, self.num_blocks))
+        after = self.num_blocks
+        for first in sorted(ends, reverse=True):
+            columns: list[list[Page | None]] = []
+            for table in self.tables:
+                if not table.stale_start <= first < table.stale_end:
+                    columns.append(table.pages)
+            if len(columns) == 1:
+                for page in reversed(columns[0][first:after]):
+                    if page is not None:
+                        live.append(page)
+            elif columns:  # a run that is stale in every table costs nothing
+                for ordinal in range(after - 1, first - 1, -1):
+                    for pages in columns:
+                        page = pages[ordinal]
+                        if page is not None:
+                            live.append(page)
+            after = first
 
     def holds_scratch(self) -> bool:
         for table in self.main_tables:  # noqa: SIM110 (as a loop: any() would make a generator)
