@@ -38,14 +38,14 @@ OLD = {
 
 
 class Parameter(NamedTuple):
-    """One parameter of a door."""
+    """One parameter of a public call."""
 
     name: str
     annotation: str
     optional: bool  # has a default
 
 
-class Door(NamedTuple):
+class Operation(NamedTuple):
     """A way in: a function, a method, a constructor, or the assignment of a property."""
 
     module: str  # relative to the package
@@ -88,9 +88,9 @@ def exported() -> dict[str, str]:
     return found
 
 
-def doors() -> list[Door]:
-    """All doors, in the order of the stubs."""
-    found: list[Door] = []
+def operations() -> list[Operation]:
+    """All public calls, in the order of the stubs."""
+    found: list[Operation] = []
     wanted = exported()
     for module, tree in TREES.items():
         for node in tree.body:
@@ -98,7 +98,7 @@ def doors() -> list[Door]:
                 if node.name.startswith("_") or not (module in MODULES or wanted.get(node.name) == module):
                     continue
                 if isinstance(node, ast.FunctionDef):
-                    found.append(Door(module, "", node.name, "function", tuple(_parameters(node)), ""))
+                    found.append(Operation(module, "", node.name, "function", tuple(_parameters(node)), ""))
                 else:
                     found.extend(_of_class(module, node))
     return found
@@ -127,7 +127,7 @@ def is_enum(name: str) -> bool:
 
 
 def is_abstract(name: str) -> bool:
-    """Whether some operation is still abstract: nobody can make one."""
+    """Whether an operation is still abstract, so that the class has no instances."""
     defined: set[str] = set()
     for owner in bases(name):
         for node in CLASSES[owner].node.body:
@@ -138,7 +138,7 @@ def is_abstract(name: str) -> bool:
     return False
 
 
-def _of_class(module: str, node: ast.ClassDef) -> Iterator[Door]:
+def _of_class(module: str, node: ast.ClassDef) -> Iterator[Operation]:
     seen: set[tuple[str, str]] = set()
     fields: list[Parameter] = []
     for owner in bases(node.name):
@@ -163,11 +163,11 @@ def _of_class(module: str, node: ast.ClassDef) -> Iterator[Door]:
                 continue
             if (member.name, kind) not in seen:
                 seen.add((member.name, kind))
-                yield Door(
+                yield Operation(
                     module, node.name, member.name, kind, tuple(_parameters(member, OLD.get(f"{node.name}.{member.name}"))), owner
                 )
     if is_record(node.name):
-        yield Door(module, node.name, "__init__", "field", tuple(fields), node.name)
+        yield Operation(module, node.name, "__init__", "field", tuple(fields), node.name)
 
 
 def _parameters(node: ast.FunctionDef, old: str | None = None) -> Iterator[Parameter]:

@@ -35,7 +35,7 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.disagg.page_table import LayerInfo
 from tests.arguments.scene import Scene, setup
-from tests.arguments.stubs import CLASSES, Door, Parameter, atoms
+from tests.arguments.stubs import CLASSES, Operation, Parameter, atoms
 
 Maker = Callable[[Scene], object]
 
@@ -44,7 +44,7 @@ def always(value: object) -> Maker:
     return lambda scene: value
 
 
-# --- valid arguments: by "door.parameter", else by the parameter's name
+# --- valid arguments: by "operation.parameter", else by the parameter's name
 
 VALID: Final[Mapping[str, Maker]] = {
     # the manager
@@ -249,20 +249,20 @@ EXTREMES_ALLOWED: Final[Mapping[str, frozenset[int]]] = {
 }
 
 
-def lookup(table: Mapping[str, Any], door: Door, parameter: Parameter) -> Any:
+def lookup(table: Mapping[str, Any], operation: Operation, parameter: Parameter) -> Any:
     """The most specific entry for a parameter; None without one."""
-    for key in (f"{door}.{parameter.name}", f"{door.owner or door.name}.{parameter.name}", parameter.name):
+    for key in (f"{operation}.{parameter.name}", f"{operation.owner or operation.name}.{parameter.name}", parameter.name):
         if key in table:
             return table[key]
     return None
 
 
-def valid_arguments(scene: Scene, door: Door) -> dict[str, object]:
+def valid_arguments(scene: Scene, operation: Operation) -> dict[str, object]:
     """A valid value for each parameter; what has a default may be left out here."""
     found: dict[str, object] = {}
-    for parameter in door.parameters:
-        maker: Maker | None = lookup(VALID, door, parameter)
-        assert maker or parameter.optional, f"tests/arguments/values.py does not say what a valid {parameter.name!r} of {door} is"
+    for parameter in operation.parameters:
+        maker: Maker | None = lookup(VALID, operation, parameter)
+        assert maker or parameter.optional, f"tests/arguments/values.py has no valid {parameter.name!r} of {operation}"
         if maker is not None:
             found[parameter.name] = maker(scene)
     return found
@@ -403,18 +403,18 @@ OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
 TOKENS_OF_EACH = (5, "abc", object(), [object()], [1.5], ["a"], [[object()]], [[-1]], {1: 2.5}, Duck())
 
 
-def wrong(scene: Scene, door: Door, parameter: Parameter) -> Iterator[object]:
+def wrong(scene: Scene, operation: Operation, parameter: Parameter) -> Iterator[object]:
     """All that must be refused for a parameter."""
-    own: Maker | None = SPECIAL.get(f"{door}.{parameter.name}")
+    own: Maker | None = SPECIAL.get(f"{operation}.{parameter.name}")
     if own is not None:
         special = own(scene)
         assert isinstance(special, tuple)
         yield from special
     if parameter.annotation == "object" or parameter.name in OPAQUE:
-        assert parameter.name in OPAQUE, f"tests/arguments/values.py does not say what {parameter.name!r} of {door} must not be"
-        yield from TOKENS_OF_EACH if door.name == "commit_batch" else OPAQUE[parameter.name]
+        assert parameter.name in OPAQUE, f"tests/arguments/values.py has no wrong {parameter.name!r} of {operation}"
+        yield from TOKENS_OF_EACH if operation.name == "commit_batch" else OPAQUE[parameter.name]
         return
-    for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, door, parameter) or frozenset()):
+    for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, operation, parameter) or frozenset()):
         if not (parameter.name in IN_BULK and value == [True]):
             yield value
 

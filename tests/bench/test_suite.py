@@ -76,7 +76,7 @@ def test_a_worker_refuses_any_other_build(tmp_path: Path) -> None:
 
 
 def test_a_result_names_no_path_of_the_machine() -> None:
-    """Cores, processor, versions and commit; nothing that tells who measured where."""
+    """Cores, processor, versions and commit; nothing that names the user or the machine."""
     machine = describe()
     assert {"cpu", "cores", "python", "commit", "mypyc"} <= machine.keys()
     assert not [value for value in machine.values() if isinstance(value, str) and "/" in value]

@@ -139,7 +139,7 @@ def test_no_more_requests_are_open_than_the_trace_has(trace: str, capsys: pytest
     assert reports[0]["concurrency"] == 10
 
 
-def test_nothing_is_said_of_bytes_that_nobody_gave(tmp_path: Path) -> None:
+def test_nothing_is_said_of_bytes_that_were_not_given(tmp_path: Path) -> None:
     """The smallest cache that a large window needs is larger than a small trace's; the pages' sizes are the tool's own choice."""
     trace = write_trace(tmp_path / "t", [Prompt(BLOCK + 1, (1, 2), 1)])
     options = ["--trace-block-size", str(BLOCK), "--layers", "full+window", "--window", "131072"]

@@ -145,7 +145,7 @@ class TestCopies:
 
 class TestOrder:
     def test_an_event_is_complete_until_recorded_and_after_its_work(self, driver: CudaDriver) -> None:
-        """Recorded behind held work it is pending; let go, it completes."""
+        """Recorded after held work it is pending; it completes with that work."""
         stream, event, go = driver.create_stream(), driver.create_event(), threading.Event()
         assert driver.query_event(event)
         hold(driver, stream, go)
@@ -325,7 +325,7 @@ class TestFiles:
         host.close()
 
     def test_gate_words_come_again(self, driver: CudaDriver) -> None:
-        """300 transfers, one after the other, each awaited by a stream: a word of an old gate is a closed door again."""
+        """300 transfers, one after the other, each awaited by a stream: the word of an old gate serves a new, closed one."""
         host, file, stream = HostBuffer(driver, 4096), TemporaryFile(), driver.create_stream()
         for i in range(300):
             host.write(i.to_bytes(4, "little"))

@@ -212,7 +212,7 @@ def test_refused_registration_while_shrinking_keeps_the_old_size() -> None:
 
 @given(st.sampled_from([100, 4096, 4097, 10000]), st.lists(st.integers(0, 60), max_size=10))
 def test_host_slots_keep_their_bytes(slot_bytes: int, sizes: list[int]) -> None:
-    """Whatever sequence of sizes, zero included: kept slots keep their bytes, and the books stay exact."""
+    """After any sequence of sizes, zero included, kept slots have their bytes, and the accounts of memory are exact."""
     driver = EmulatedDriver()
     arena = HostArena(driver, slot_bytes, RANGE, populate_threads=2)
     kept = 0

@@ -136,7 +136,7 @@ def test_a_hanging_transfer_times_out_and_nothing_else_does(schedule: str) -> No
 
 @every_schedule
 def test_what_hangs_does_not_keep_the_device_from_closing(schedule: str) -> None:
-    """A transfer that was never let go is dropped when the device is closed."""
+    """A transfer whose gate was never released is dropped when the device is closed."""
     with rig(schedule, transfer_timeout=TIMEOUTS[schedule]) as r:
         r.driver.hang("write_file", times=None)
         gate = r.driver.write_file(r.streams[0], r.disk.fd, 0, r.host.address(0), SLOT_BYTES)
@@ -146,7 +146,7 @@ def test_what_hangs_does_not_keep_the_device_from_closing(schedule: str) -> None
 
 
 @every_schedule
-def test_gates_are_released_only_when_nobody_needs_them(schedule: str) -> None:
+def test_gates_are_released_only_when_no_transfer_needs_them(schedule: str) -> None:
     """Forgetting a closed gate, or one that queued work still waits for, is an error; so is using a forgotten one."""
     with rig(schedule) as r:
         held = r.driver.hang("read_file")
@@ -315,7 +315,7 @@ def test_a_hung_thread_is_replaced_and_a_dead_file_system_fails_at_once() -> Non
 
 
 class Watched(Scripted):
-    """Keeps whoever opens its gate until `until` is over."""
+    """Keeps the thread that opens its gate until `until` is over."""
 
     def __init__(self, block: threading.Event, until: Callable[[], None]) -> None:
         super().__init__([], "watched", block)

@@ -160,7 +160,7 @@ def test_regions_follow_one_another_and_wrap() -> None:
 
 
 def test_regions_in_use_are_skipped() -> None:
-    """Nobody is handed, or made to wait for, a region whose end of use is unknown; with no room left the answer is None."""
+    """A region whose end of use is unknown is not acquired again; without a free region the answer is None."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 1024)
@@ -225,7 +225,7 @@ def test_the_next_user_waits_for_the_last(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedule: str) -> None:
-    """Until the read has really ended nobody gets its bytes; regions handed on over it before that are suspect, others not."""
+    """The bytes of a read that timed out are not acquired until it has ended; regions acquired over it before that are suspect."""
     with rig(schedule, transfer_timeout=20) as r:
         timeline = Timeline(r.driver)
         ring = StagingRing(r.driver, timeline, 1024)
@@ -280,7 +280,7 @@ def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedul
         timeline.close()
 
 
-def test_a_timed_out_write_taints_nobody() -> None:
+def test_a_timed_out_write_makes_no_region_suspect() -> None:
     """A late write only reads the region: it may spoil its own page on disk, never the next user's."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
@@ -299,7 +299,7 @@ def test_a_timed_out_write_taints_nobody() -> None:
 
 
 def test_the_memory_is_taken_at_the_first_use() -> None:
-    """A ring that nobody uses costs nothing; a refused registration is an error of the first user and leaves the ring usable."""
+    """An unused ring costs nothing; a refused registration is an error of the first user and leaves the ring usable."""
     descriptors = len(os.listdir("/proc/self/fd"))
     with rig("eager") as r:
         before = r.driver.registered_bytes

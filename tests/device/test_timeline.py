@@ -160,7 +160,7 @@ def test_a_join_of_joins_keeps_the_larger_point_of_each_stream() -> None:
             closed_rig_timeline(r, timeline)
 
 
-def test_a_join_delays_nobody() -> None:
+def test_a_join_delays_no_stream() -> None:
     """Two joins do not wait for one another, as they would if a stream of ours did the joining."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
@@ -182,7 +182,7 @@ def test_a_join_delays_nobody() -> None:
 
 
 def test_events_are_recycled() -> None:
-    """On a device that keeps up, any number of points costs a handful of events, whether or not anybody asks."""
+    """On a device that keeps up, any number of points costs a few events, with and without queries."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         for _i in range(1000):
@@ -223,7 +223,7 @@ def test_everything_is_bounded() -> None:
 
 
 def test_a_refused_call_changes_nothing() -> None:
-    """A record that the driver refuses loses no event; a query that it refuses says not done, as far as anybody knows."""
+    """A record that the driver refuses loses no event; a query that it refuses answers not done."""
     with rig("eager") as r:
         timeline = Timeline(r.driver)
         r.driver.fail("create_event")

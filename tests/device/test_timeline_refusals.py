@@ -43,7 +43,7 @@ def workload(timeline: Timeline, streams: list[int], gates: list[Any]) -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_exception_at_any_call_leaves_the_timeline_whole(error: BaseException, after: bool) -> None:
-    """Each driver call in turn raises, before or after its work; then the books hold, and all events can be destroyed."""
+    """Each driver call in turn raises, before or after its work; then all structures agree, and all events can be destroyed."""
     skip = 0
     reached = True
     while reached:

@@ -34,7 +34,7 @@ def test_all_buffers_of_a_group_are_one_run_in_each_pool() -> None:
 
 
 def test_runs() -> None:
-    """Kv cache 3.8: base = pool base + start of the run, stride = slot size; a gap begins a new run."""
+    """A run has base = pool base + start of the run, stride = slot size; a gap begins a new run."""
     layout = build_layout(model(*[attention(layer, 64, 64) for layer in range(3)]))
     ids = [buffer(2, "value"), buffer(0, "value"), buffer(1, "key")]
     group = layout.slot_descs[0].variants[0].layer_group_id

@@ -1,4 +1,4 @@
-"""The emulated device's books: what may be touched, and whose fault it is when it may not."""
+"""The emulated device's address space: which memory may be used, and which call is wrong when it may not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_copies_outside_mapped_memory_are_refused(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_taken_away_under_queued_work_is_an_error(schedule: str) -> None:
-    """A copy is checked again when it runs: unmapping under it is an error of whoever unmapped, not a crash."""
+    """A copy is checked again when it runs: memory that was unmapped meanwhile is an error, not a crash."""
     with rig(schedule) as r:
         gate = r.driver.gate(r.streams[0])
         r.driver.copy(r.streams[0], r.device.address(0), r.device.address(1), SLOT_BYTES)

@@ -81,8 +81,8 @@ def test_errors_of_ours_and_interruptions_are_reported_as_they_are(schedule: str
 
 
 @every_schedule
-def test_errors_that_nobody_waited_for_are_reported_when_the_device_is_closed(schedule: str) -> None:
-    """Also those of a stream that is destroyed; of several errors the first is raised, and everything is given back."""
+def test_errors_that_no_call_waited_for_are_reported_when_the_device_is_closed(schedule: str) -> None:
+    """Also those of a stream that is destroyed; of several errors the first is raised, and everything is freed."""
     driver = EmulatedDriver(schedule)
     stream = driver.create_stream()
     for number in range(3):

@@ -248,7 +248,7 @@ def test_a_call_fails_with_the_exception_that_was_ordered(call: str, error: Base
 
 
 def abandon(driver: EmulatedDriver) -> None:
-    """The device is closed with what the test took and did not give back."""
+    """The device is closed with what the test allocated and did not free."""
     with pytest.raises(LogicError, match="not freed"):
         driver.close()
 

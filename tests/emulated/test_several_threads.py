@@ -68,7 +68,7 @@ def test_streams_of_several_threads(schedule: str) -> None:
 
 @every_schedule
 def test_a_thread_waits_for_work_that_runs_on_another(schedule: str) -> None:
-    """A kernel that waits for its host thread keeps nobody else from the device, and a wait for it ends when it does."""
+    """A kernel that waits for its host thread keeps no other thread from the device, and a wait for it ends when it does."""
     with rig(schedule) as r:
         began, may_end = threading.Event(), threading.Event()
 
@@ -210,7 +210,7 @@ def test_an_interruption_at_any_line_kills_no_stream(schedule: str) -> None:
 
 
 def _destroy(driver: EmulatedDriver, handle: int) -> None:
-    """What an interrupted call may have made and given to nobody."""
+    """What an interrupted call may have made and not returned."""
     for call in (driver.destroy_event, driver.release_gate):
         with suppress(LogicError):
             call(handle)

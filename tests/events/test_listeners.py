@@ -71,7 +71,7 @@ def test_a_listener_that_raises_stops_nothing(every: int, caplog: pytest.LogCapt
 
 
 @pytest.mark.skipif(COMPILED, reason="a compiled event manager cannot be subclassed")
-def test_an_event_manager_of_somebody_else_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_manager_of_the_user_is_guarded_too(caplog: pytest.LogCaptureFixture) -> None:
     """What a subclass raises stops nothing either, and the events that it did not spoil come out."""
 
     class FaultyEvents(KVCacheEventManager):
@@ -89,7 +89,7 @@ def test_an_event_manager_of_somebody_else_is_shielded_too(caplog: pytest.LogCap
 
 
 def test_a_listener_behind_the_miss_history_is_shielded_too(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever remembers drops stands in front of it."""
+    """The record of drops is told first."""
     config = small(6, host_slots=6)
     config.miss_history = 8
     with Rig(config, events=Faulty(1, boom)) as rig:
@@ -99,7 +99,7 @@ def test_a_listener_behind_the_miss_history_is_shielded_too(caplog: pytest.LogCa
 
 
 def test_a_listener_that_calls_the_manager_is_refused() -> None:
-    """As a priority callback is: the books are in use. The call that told it goes on."""
+    """A listener may not call the manager, which is inside a call. That call goes on."""
     managers: list[KVCacheManager] = []
     refused: list[str] = []
 

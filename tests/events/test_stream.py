@@ -354,7 +354,7 @@ class TestRanks:
         assert [entry.event_id for entry in manager.get_latest_events(0)] == [2, 11]
 
     def test_every_flush_takes_part(self) -> None:
-        """The gather is collective: a rank without events joins it all the same, and nobody waits on a lock meanwhile."""
+        """The gather is collective: a rank without events joins it too, and no thread waits for a lock meanwhile."""
         calls: list[int] = []
 
         def gather(local: list[KVCacheEvent]) -> list[list[KVCacheEvent]]:

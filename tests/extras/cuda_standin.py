@@ -108,7 +108,7 @@ class StandIn(MemoryCalls):
         self._failures.setdefault(call, []).extend([code] * times)
 
     def held(self) -> list[str]:
-        """What was taken and not given back, in words."""
+        """What was allocated and not freed, in words."""
         kinds: dict[str, dict[int, Any]] = {
             "reservation": self.reservations,
             "chunk": self.chunks,
@@ -319,7 +319,7 @@ class StandIn(MemoryCalls):
     # --- work
 
     def _move(self, copies: list[tuple[int, int, int]]) -> None:
-        for destination, source, nbytes in reversed(copies):  # a batch has no order; this is one that nobody expects
+        for destination, source, nbytes in reversed(copies):  # the order within a batch is undefined
             if not self.reachable(destination, nbytes) or not self.reachable(source, nbytes):
                 raise RuntimeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x} ran when its memory was gone")
             ctypes.memmove(destination, source, nbytes)

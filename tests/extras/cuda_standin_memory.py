@@ -26,7 +26,7 @@ from tests.extras.cuda_standin_types import (
 OK = CUresult.CUDA_SUCCESS
 INVALID = CUresult.CUDA_ERROR_INVALID_VALUE
 
-DEVICE_ALIAS = 1 << 60  # host memory that cuMemHostAlloc gives has another address on the device: nobody may mix them up
+DEVICE_ALIAS = 1 << 60  # host memory that cuMemHostAlloc gives has another address on the device: they must not be mixed up
 
 
 class MemoryCalls:

@@ -34,7 +34,7 @@ Make = Callable[..., Made]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes drivers over a scene; all are closed at the end, and everything they took must be given back."""
+    """Makes drivers over a scene; all are closed at the end, and everything that they allocated must be free."""
     made: list[Made] = []
 
     def build(scene: StandIn | None = None, **options: object) -> Made:
@@ -303,7 +303,7 @@ class TestClose:
         driver.close()
         scene.close()
 
-    def test_gates_that_nobody_released_are_leaks_too(self) -> None:
+    def test_gates_that_were_not_released_are_leaks_too(self) -> None:
         """Named with the file range."""
         scene, file = StandIn(), TemporaryFile(b"12345678")
         driver = CudaDriver(bindings=scene.module())
@@ -350,7 +350,7 @@ class TestPools:
         assert scene.calls["cuEventCreate"] == 1
 
     def test_a_launched_function_lives_until_it_ran(self, make: Make) -> None:
-        """Nobody else holds it, and the collector has been through."""
+        """Nothing else refers to it, and the collector has run."""
         _scene, driver = make()
         stream, go, seen = driver.create_stream(), threading.Event(), list[str]()
         hold(driver, stream, go)

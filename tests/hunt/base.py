@@ -1,4 +1,4 @@
-"""The ground of the hunting engine: its books, how it calls the manager, and which errors a fault explains.
+"""The base of the hunting engine: what it counts, how it calls the manager, and which errors a fault explains.
 
 Rule: what is refused has changed nothing; an error that no fault explains ends the hunt with `Found`.
 """
@@ -57,7 +57,7 @@ class Quiet(logging.Handler):
 
 
 class Base:
-    """What every operation needs: the manager, the books, one way to call."""
+    """What every operation needs: the manager, the counts, one way to call."""
 
     def __init__(self, setup: Setup, folder: str, refusing: RefusingDevice | None = None) -> None:
         """`refusing`: the device of the manager, where calls are to be refused one by one; the engine's own calls go around it."""

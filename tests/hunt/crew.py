@@ -21,7 +21,7 @@ ALONE: Final = ("resize_level", "adjust", "clear", "flush", "disturb", "settle",
 
 
 class Member(Hunter):
-    """One thread's engine. Calls that need all requests suspended, or nobody else at work, are not its own."""
+    """One thread's engine. Calls that need all requests suspended, or no other thread at work, are not its own."""
 
     captain: Hunter
 

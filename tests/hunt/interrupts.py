@@ -54,7 +54,7 @@ class Source:
         self.disarm()
 
     def describe(self) -> str:
-        """Where the interrupts came, for who looks into a finding."""
+        """Where the interrupts came, for the report of a finding."""
         return ""
 
 

@@ -64,7 +64,7 @@ def test_active_page_stats_count_a_request_s_pages_by_level() -> None:
 
 
 def test_request_pages_and_their_records() -> None:
-    """A page's record says where it lies and who needs it; recurrent life cycles have no page for each block."""
+    """A page's record names its slot and its locks and holds; recurrent life cycles have no page for each block."""
     config = model([attention(0, 4 * KIB), ssm(1, 4 * KIB)], tokens_per_block=4, gpu=8 * MIB)
     with Rig(config) as rig:
         request = rig.start()

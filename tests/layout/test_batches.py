@@ -28,7 +28,7 @@ def test_shared_prompt_counts_once() -> None:
 
 
 def test_shared_prompt_out_of_the_window() -> None:
-    """Prompt blocks that are stale for all requests count for nobody, those stale for some count once."""
+    """Prompt blocks that are stale for all requests are not counted, those stale for some count once."""
     layout = build_layout(model(attention(0, 64, window=32)))
     # stale at 256: [0, 7); at 100: [0, 2). 8 prompt blocks; both stale: 2.
     both = BatchDesc([KVCacheDesc(257, 256), KVCacheDesc(100, 100)], 256)

@@ -34,7 +34,7 @@ BOTH = (attention(0, 2 * MIB, window=32), attention(1, 2 * MIB))
     ],
 )
 def test_edges(layers: tuple[LayerConfig, ...], batch_size: int, upper: int, expected: int, max_util: float) -> None:
-    """2 MiB slots, a quota of one slot for each layer, T = 32; the same with the default threshold and with 1.0."""
+    """2 MiB slots, a quota of one slot for each layer, blocks of 32 tokens; the same with the default threshold and with 1.0."""
     config = model(*layers, gpu=2 * MIB * len(layers), max_util=max_util)
     layout = build_layout(config)
     slots = size_levels(layout, config)[0].slots

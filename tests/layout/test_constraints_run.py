@@ -111,7 +111,7 @@ def test_a_constraint_runs_as_declared(
     grow_last: bool,
     data: st.DataObject,
 ) -> None:
-    """Whatever layers the model has, wherever the common prompt ends, whoever comes last."""
+    """Whatever layers the model has, wherever the common prompt ends, whichever request comes last."""
     shapes = [(prompt + more, min(history, prompt + more)) for more, history in lengths if prompt + more > 0]
     if recurrent:
         kinds = [*kinds, "ssm"]

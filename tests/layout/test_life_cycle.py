@@ -31,7 +31,7 @@ def members(pair: tuple[int, int]) -> set[int]:
     ],
 )
 def test_stale_examples(size: int | None, sink_blocks: int, history: int, stale: tuple[int, int]) -> None:
-    """Storage 2, T = 32: the table of stale ranges, exact where empty ranges have a place."""
+    """Stale ranges with blocks of 32 tokens; an empty range is where the next stale block will be."""
     answer = window(32, size, sink_blocks).stale(history)
     if size is None:
         assert members(answer) == set()
@@ -40,7 +40,7 @@ def test_stale_examples(size: int | None, sink_blocks: int, history: int, stale:
 
 
 def test_ssm_stale() -> None:
-    """Storage 2, T = 32: SSM at 100 tokens gives [0, 3); no block of a request ever becomes stale by it."""
+    """Of 100 tokens in blocks of 32 a recurrent life cycle needs the last block only. No later token changes that range."""
     cycle = SsmLifeCycle(LifeCycleId(0), 32)
     assert cycle.stale(100) == (0, 3)
     assert cycle.next_stale_change(100) == NEVER
@@ -50,7 +50,7 @@ def test_ssm_stale() -> None:
 
 
 def test_window_smaller_than_a_block() -> None:
-    """T = 32, W = 8: at 38 blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is live."""
+    """Blocks of 32, a window of 8: at 38 blocks 0 and 1 are live, at 39 only block 1; at 32 block 0 is live."""
     cycle = window(32, 8)
     assert 0 not in cycle.get_stale_range(32)
     assert not cycle.get_stale_range(38)
@@ -85,7 +85,7 @@ def test_sinks_are_never_stale() -> None:
     ],
 )
 def test_scratch_examples(size: int | None, history: int, capacity: int, rewind: int, expected: set[int]) -> None:
-    """Blocks that the next step computes and then leaves are scratch; T = 32."""
+    """Blocks that the next step computes and then leaves are scratch, here with blocks of 32 tokens."""
     assert members(window(32, size).scratch(history, capacity, rewind)) == expected
 
 
@@ -154,7 +154,7 @@ def test_structural_floor_of_a_window(tokens_per_block: int, size: int, sink_blo
 
 
 def test_structural_floors() -> None:
-    """Storage 3.5, T = 32: a window of 100 needs 5; full attention as much as the widest window, at least 1; a state 1."""
+    """Blocks of 32: a window of 100 needs 5; full attention as much as the widest window, at least 1; a state 1."""
     assert window(32, 100).structural_floor(0) == 5
     assert window(32, None).structural_floor(5) == 5
     assert window(32, None).structural_floor(0) == 1

@@ -33,7 +33,7 @@ def small_layout(*layers: LayerConfig) -> StorageLayout:
 
 
 def test_shared_and_per_layer() -> None:
-    """Kv cache 3.7: index = i * scale, plus the buffer's position if PER_LAYER; BAD stays BAD, for keys and for values."""
+    """Index = i * scale, plus the buffer's position if PER_LAYER; BAD stays BAD, for keys and for values."""
     place = small_layout(attention(0, 64, 64), attention(1, 64, 64)).place(LayerId(1), VALUE)
     convert = PageIndexConverter(place)
     assert list(convert([0, 2, -1])) == [0, 8, -1]
@@ -109,7 +109,7 @@ def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
 
 
 def test_the_largest_index_fits_the_limit() -> None:
-    """Storage 11.28: with max_slots slots the last index is at most 2**31 - 1, and one slot more has one beyond."""
+    """With max_slots slots the last index is at most 2**31 - 1, and one slot more has one beyond."""
     layout = build_layout(model(attention(0, 64), attention(1, 64), attention(2, 16, override=2), tokens_per_block=8))
     limit = layout.max_slots(0)
     largest = 0
@@ -130,7 +130,7 @@ def test_the_largest_index_fits_the_limit() -> None:
 def test_index_and_stride_give_the_slot_address(
     sizes: list[list[int]], override: int | None, bases: list[int], pool_base: int
 ) -> None:
-    """Storage 11.29: base + stride * index is the buffer's byte in the slot, in both modes, for every repetition."""
+    """Base + stride * index is the buffer's byte in the slot, in both modes, for every repetition."""
     layout = small_layout(*[attention(layer, *of_layer, override=override) for layer, of_layer in enumerate(sizes)])
     for buffer in layout.all_buffer_ids:
         place = layout.place(*buffer)
@@ -178,7 +178,8 @@ def test_scratch_parts_of_a_layer_never_meet(sizes: list[list[int]], beg: int, n
 
 
 def test_scratch_formula() -> None:
-    """Kv cache 3.7, layers with equally many buffers: slot t // scale, part (t mod scale + position) mod scale, t = p * u."""
+    """The p-th block of the scratch range, in layers of u buffers each: with t = p * u its slot is t // scale, its part
+    (t mod scale + position) mod scale."""
     layout = small_layout(*[attention(layer, 64, 64, window=8) for layer in range(4)])
     slots = [11, 5]
     scratch = ScratchDesc(HalfOpenRange(1, 8), slots)
@@ -253,7 +254,7 @@ def test_scratch_shares_slots() -> None:
 
 
 def test_upper_bound() -> None:
-    """Kv cache 3.7: (slot size / size * slots - offset / size) * expansion."""
+    """The upper bound is (slot size / size * slots - offset / size) * expansion."""
     layout = build_layout(model(attention(0, 2048), attention(1, 1024, override=64), tokens_per_block=128))
     assert page_index_upper_bound(layout, layout.place(LayerId(0), KEY), 10) == 20
     assert page_index_upper_bound(layout, layout.place(LayerId(1), KEY), 10) == 38

@@ -32,7 +32,7 @@ def test_buffer_id_is_a_tuple() -> None:
 
 
 def test_uniform_layers() -> None:
-    """Storage 11.2: uniform layers give one life cycle, one group, one pool, slot = layers * roles * size."""
+    """Uniform layers give one life cycle, one group, one pool, slot = layers * roles * size."""
     layout = build_layout(model(*[attention(layer, 1024, 1024) for layer in range(4)]))
     assert layout.num_life_cycles == 1
     assert layout.slot_sizes == [[4 * 2 * 1024]]
@@ -41,7 +41,7 @@ def test_uniform_layers() -> None:
 
 
 def test_window_and_full_share_a_group() -> None:
-    """Storage 11.3: window and full layers of equal size give two life cycles in one group, in first-seen order."""
+    """Window and full layers of equal size give two life cycles in one group, in first-seen order."""
     layout = build_layout(
         model(attention(0, 1024), attention(1, 1024, window=64), attention(2, 1024), attention(3, 1024, window=64))
     )
@@ -53,14 +53,14 @@ def test_window_and_full_share_a_group() -> None:
 
 
 def test_different_slot_sizes() -> None:
-    """Storage 11.4: different slot sizes give two groups."""
+    """Different slot sizes give two groups."""
     layout = build_layout(model(attention(0, 1024), attention(1, 2048, window=64)))
     assert layout.slot_sizes == [[1024], [2048]]
     assert layout.pool_group_of == [0, 1]
 
 
 def test_quantisation_scales() -> None:
-    """Storage 11.5: scale buffers add a second, smaller pool behind the larger, wherever they stand in the layer."""
+    """Scale buffers add a second, smaller pool after the larger one, at any position in the layer."""
     layout = build_layout(model(attention(0, 64, 1024, 1024), attention(1, 64, 1024, 1024)))
     assert layout.slot_sizes == [[4096, 128]]
     place = layout.place(LayerId(1), VALUE)
@@ -71,7 +71,7 @@ def test_quantisation_scales() -> None:
 
 
 def test_equal_totals_of_unequal_sizes_are_separate_pools() -> None:
-    """Storage 3.1.3: coalesced buffers of other sizes but equal total keep pools of their own, in order of appearance."""
+    """Coalesced buffers of other sizes but equal total keep pools of their own, in order of appearance."""
     layout = build_layout(model(attention(0, 512, 512, 1024)))
     assert layout.slot_sizes == [[1024, 1024]]
     variant = layout.slot_descs[0].variants[0]
@@ -80,7 +80,7 @@ def test_equal_totals_of_unequal_sizes_are_separate_pools() -> None:
 
 
 def test_variants_of_a_group_may_divide_slots_differently() -> None:
-    """Storage 3.1.4: equal lists of totals share a group although buffer sizes and counts differ."""
+    """Equal lists of totals share a group although buffer sizes and counts differ."""
     layout = build_layout(model(attention(0, 512, 512), attention(1, 1024, window=64)))
     assert layout.slot_sizes == [[1024]]
     first, second = layout.slot_descs[0].variants
@@ -89,7 +89,7 @@ def test_variants_of_a_group_may_divide_slots_differently() -> None:
 
 
 def test_sinks_collapse_to_blocks() -> None:
-    """Storage 2: different sink token counts with equal sink blocks are one life cycle."""
+    """Different sink token counts with equal sink blocks are one life cycle."""
     layout = build_layout(
         model(attention(0, 64, window=8, sink=1), attention(1, 64, window=8, sink=32), attention(2, 64, window=8))
     )

@@ -50,7 +50,7 @@ def sized(config: KVCacheManagerConfig) -> tuple[StorageLayout, LevelSizing]:
 
 
 def test_granularity() -> None:
-    """Storage 3.3: GPU 2 MiB below 2 GiB, 4 MiB at 2 GiB, ... 32 MiB from 16 GiB on; host 4 KiB; disk 2 MiB."""
+    """Grains: GPU 2 MiB below 2 GiB, 4 MiB at 2 GiB, ... 32 MiB from 16 GiB on; host 4 KiB; disk 2 MiB."""
     expected = {1: 2, GIB: 2, 2 * GIB - 1: 2, 2 * GIB: 4, 4 * GIB - 1: 4, 4 * GIB: 8, 8 * GIB: 16, 16 * GIB: 32, 500 * GIB: 32}
     for quota, grain in expected.items():
         assert tier_granularity(CacheTier.GPU_MEM, quota) == grain * MIB
@@ -60,7 +60,7 @@ def test_granularity() -> None:
 
 
 def test_grains_refine() -> None:
-    """Kv cache 7: 157 slots of [16252928, 4063232] bytes at 16 MiB convert to grains and back to at least 157, no grain more."""
+    """157 slots of [16252928, 4063232] bytes at 16 MiB convert to grains and back to at least 157, no grain more."""
     sizes = [16252928, 4063232]
     grains = grains_for_slots(157, sizes, 16 * MIB)
     slots = grains_to_slots(grains, sizes, 16 * MIB)
@@ -69,7 +69,7 @@ def test_grains_refine() -> None:
 
 
 def test_the_example_that_trips_a_heuristic() -> None:
-    """Storage 12.8: 1.99, 1.99, 2.01, 2.01 MiB, 6 grains of 2 MiB hold exactly one slot."""
+    """With buffers of 1.99, 1.99, 2.01 and 2.01 MiB, 6 grains of 2 MiB hold exactly one slot."""
     sizes = [2107637, 2107637, 2086666, 2086666]
     assert grains_to_slots(6, sizes, GRAIN) == 1
     assert grains_to_slots(5, sizes, GRAIN) == 0
@@ -87,12 +87,12 @@ def test_grains_to_slots_is_the_optimum(sizes: list[int], granularity: int, grai
 
 
 def test_one_group() -> None:
-    """Storage 3.4: 256 MiB, grains of 2 MiB, one group of 64 KiB slots gives 4096."""
+    """256 MiB in grains of 2 MiB give one group 4096 slots of 64 KiB."""
     assert split_quota(256 * MIB, GRAIN, [[64 * KIB]], [1.0], [1]) == [4096]
 
 
 def test_ratio_preserves_floors() -> None:
-    """Kv cache 7: with exactly the grains for mins [157, 3907, 157] and ratio .2/.5/.3 every minimum is kept."""
+    """With exactly the grains for the floors [157, 3907, 157], and ratio .2/.5/.3, every floor is kept."""
     sizes = [[16252928, 4063232], [524288], [4063232, 1048576]]
     floors = [157, 3907, 157]
     grain = 16 * MIB
@@ -120,12 +120,12 @@ def test_the_lightest_group_chooses_first() -> None:
 
 
 def test_a_group_at_its_floor_leaves_first() -> None:
-    """Storage 3.4.2: a group whose share gives exactly its floor is fixed too; the others then share anew, here 7 for the first."""
+    """A group whose share gives exactly its floor is fixed too; the others then share anew, here 7 for the first."""
     assert split_quota(13, 1, [[1], [1], [5]], [4.0, 1.0, 4.0], [1, 1, 1]) == [7, 1, 1]
 
 
 def test_left_over_grains_are_handed_out() -> None:
-    """Storage 12.7: what the heaviest group cannot use goes to a lighter one that can."""
+    """What the heaviest group cannot use goes to a lighter one that can."""
     # shares of 11 grains: 3 to the first (3 slots), 8 to the second, which uses 5: 3 grains would be lost
     assert split_quota(11 * GRAIN, GRAIN, [[GRAIN], [5 * GRAIN]], [0.3, 0.7], [1, 1]) == [6, 1]
 
@@ -198,7 +198,7 @@ def test_integer_weights_are_exact() -> None:
 
 
 def test_structural_floors() -> None:
-    """Storage 3.5, T = 32: W = 100 needs 5, full attention as much, a state 1; life cycles that share a group add up."""
+    """Blocks of 32: a window of 100 needs 5, full attention as much, a state 1; life cycles that share a group add up."""
     config = model(attention(0, 64, window=100), attention(1, 128), ssm(2, 8))
     assert min_slots(build_layout(config), config) == [5, 5, 1]
     config = model(attention(0, 64, window=100), attention(1, 64))
@@ -262,7 +262,7 @@ def test_typical_step_of_nothing() -> None:
 
 
 def test_weights_from_length(caplog: pytest.LogCaptureFixture) -> None:
-    """Storage 3.5: bytes of one request by pool group; a capacity below the history is raised to it, with a warning."""
+    """The weights are the bytes of one request by pool group; a capacity below the history is raised to it, with a warning."""
     layout = build_layout(model(attention(0, 100), attention(1, 50, window=32), ssm(2, 7)))
     assert weights_from_length(layout, 64, 320) == normalised([1000, 9 * 50, 7])
     with caplog.at_level(logging.WARNING):
@@ -274,7 +274,7 @@ def test_weights_from_length(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class TestInitialRatio:
-    """Kv cache 7: window 128 with 32 sinks of 768 KiB, and full attention of 1280 KiB."""
+    """Window 128 with 32 sinks of 768 KiB, and full attention of 1280 KiB."""
 
     LAYERS = (attention(0, 768 * KIB, window=128, sink=32), attention(1, 1280 * KIB))
 
@@ -420,7 +420,7 @@ class TestResized:
             resized(layout, gpu, gpu.minimum_quota - GRAIN)
 
     def test_no_grain_is_lost_over_many_rebalances(self) -> None:
-        """Storage 12.7: the quota is what was given, however often it is divided anew, and coming back gives the same slots."""
+        """The quota is what was given, however often it is divided anew, and coming back gives the same slots."""
         layout, gpu = sized(self.CONFIG)
         current = gpu
         for step in range(50):

@@ -185,7 +185,7 @@ def test_adjusting_ends_the_mismatch() -> None:
 
 
 def test_a_floor_is_no_mismatch() -> None:
-    """Storage 12.12: a level that its floors hold fast is not reported for ever."""
+    """A level that has its floors and no more is not reported as a mismatch."""
     config = dataclasses.replace(two_groups(), constraints=[batch(60, 64, 0)])
     layout = build_layout(config)
     floors = size_levels(layout, config)[0].floors

@@ -1,4 +1,4 @@
-"""Programs that end without shutting their manager down: by an exception, or because nobody thought of it."""
+"""Programs that end without shutting their manager down: by an exception, or because the program does not call it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def calls_to_evict(slot_bytes: int) -> tuple[int, int]:
 
 
 def test_evicting_a_page_takes_as_many_calls_among_thousands_as_among_hundreds() -> None:
-    """The next victim is at hand, and leaves without a search: the depth of the fan of siblings is all that may grow."""
+    """The next page to evict is found without a search: only the depth of the trie of siblings may grow."""
     few, calls_among_few = calls_to_evict(8192)
     many, calls_among_many = calls_to_evict(512)
     assert many == 16 * few

@@ -122,7 +122,7 @@ def test_probes_only_read() -> None:
 
 
 def test_shared_pages_are_read_from_many_threads() -> None:
-    """256 blocks shared by 8 caches, a reader thread each: the same indices every time, and the books are right afterwards."""
+    """256 blocks shared by 8 caches, a reader thread each: the same indices every time, and all structures agree afterwards."""
     with Rig(small(64, tokens_per_block=4), engine=False) as rig:
         blocks = 60
         first = rig.create()

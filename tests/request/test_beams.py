@@ -24,7 +24,7 @@ def row(rig: Rig, request: Request, beam: int, layer: int = 0) -> list[int]:
 
 
 class Search:
-    """A request with several beams: their tokens, and who wrote them."""
+    """A request with several beams: their tokens, and which beam wrote each."""
 
     def __init__(self, rig: Rig, prompt: list[Token], width: int) -> None:
         self.rig = rig

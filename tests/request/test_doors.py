@@ -56,7 +56,7 @@ def test_other_types_are_refused_with_the_value(value: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 64])
-def test_ids_are_unsigned_64_bit_at_both_doors(number: int) -> None:
+def test_ids_are_unsigned_64_bit_in_both_calls(number: int) -> None:
     with Rig(small(16), engine=False) as rig:
         cache = rig.create()
         with pytest.raises(ConfigError, match="out of range"):
@@ -65,7 +65,7 @@ def test_ids_are_unsigned_64_bit_at_both_doors(number: int) -> None:
             cache.fork(number)
 
 
-def test_a_device_that_refuses_to_say_whether_work_is_over_fails_nobody() -> None:
+def test_a_device_that_refuses_to_say_whether_work_is_over_fails_no_call() -> None:
     """The question is only an optimisation: bookkeeping goes on, and what must be ordered still is."""
     with Rig(small(4, host_slots=4), schedule="random", seed=3) as rig:
         rig.driver.fail("query_event", 1, None)

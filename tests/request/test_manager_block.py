@@ -11,7 +11,7 @@ from tests.support.models import small
 
 
 def test_an_exception_inside_the_block_is_the_one_that_is_seen() -> None:
-    """Caches left open by it are closed, the memory is given back, and nothing hides the cause."""
+    """Caches left open by it are closed, the memory is freed, and the cause is raised."""
     driver = EmulatedDriver()
     kept: list[KVCache] = []
 
@@ -38,7 +38,7 @@ def test_a_block_that_ends_with_open_caches_says_so() -> None:
 
 
 def test_addresses_are_gone_with_the_manager() -> None:
-    """Whoever asks for memory after shutdown is told so."""
+    """A request for memory after shutdown is refused with an error that says so."""
     driver = EmulatedDriver()
     manager = KVCacheManager(small(4), driver=driver)
     buffer = manager.all_buffer_ids[0]

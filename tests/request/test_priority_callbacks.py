@@ -122,7 +122,7 @@ def _create(cache: KVCache, rig: Rig) -> None:
 
 @pytest.mark.parametrize("call", [_close, _suspend, _resize, _commit, _commit_inside_the_block, _clear, _create])
 def test_a_callback_must_not_call_the_manager(call: Callable[[KVCache, Rig], None]) -> None:
-    """It is asked in the midst of a call. What it calls is a LogicError, and with that the call that asked; the books are whole."""
+    """A callback runs inside a call. A call that it makes is a LogicError, which the outer call raises; all structures agree."""
     armed: list[Callable[[], None]] = []
 
     def priority(ordinal: int, life_cycle: object) -> int:

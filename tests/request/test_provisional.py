@@ -38,7 +38,7 @@ def time_out(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_committed_on_a_load_is_matched_once_it_has_ended_well(fails: bool, tmp_path: object) -> None:
-    """Until then nobody can match it; if the load fails it leaves the tree, and the request can only be closed."""
+    """Until then it cannot match; if the load fails it leaves the tree, and the request can only be closed."""
     with Rig(small(4, host_slots=4, disk=(str(tmp_path), 8)), engine=False) as rig:
         seed(rig, toks(0, 8))
         seed(rig, toks(100, 116))
@@ -63,9 +63,9 @@ def test_what_is_committed_on_a_load_is_matched_once_it_has_ended_well(fails: bo
         assert rig.probe(toks(0, 12)) == (0 if fails else 12), "the first block could not be read"
 
 
-def test_a_block_that_somebody_else_computed_survives_a_failed_load(tmp_path: object) -> None:
+def test_a_block_that_another_request_computed_survives_a_failed_load(tmp_path: object) -> None:
     """Windows of 8: blocks 2 and 3 stay on the GPU, 0 and 1 are read from disk by a request that commits block 2 again. The
-    read fails: blocks 2 and 3 were somebody else's and remain, visible all the time."""
+    read fails: blocks 2 and 3 were another request's and remain, visible all the time."""
     config = small(8, kinds=((8, 0),), host_slots=8, disk=(str(tmp_path), 16))
     with Rig(config, engine=False) as rig:
         seed(rig, toks(0, 16), lambda ordinal, life_cycle: 90 if ordinal >= 2 else 10)

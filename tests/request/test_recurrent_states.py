@@ -63,7 +63,7 @@ def test_prefill_and_decode(schedule: str, window: int | None) -> None:
 
 @pytest.mark.parametrize("attention_layers", [True, False])
 def test_a_suspended_cache_commits_on_after_its_snapshot_is_gone(attention_layers: bool) -> None:
-    """100 other requests evict the snapshot of a suspended cache, which nobody holds: probes get shorter, and its next commit
+    """100 other requests evict the snapshot of a suspended cache, which does not hold it: probes get shorter, and its next commit
     works."""
     if attention_layers:
         config = hybrid(4, 16, tokens_per_block=32, host_slots=20)

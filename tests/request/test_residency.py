@@ -1,4 +1,4 @@
-"""Where a request's pages are: the corners that the acceptance list does not reach."""
+"""Where a request's pages are, in rare situations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_match_that_fills_the_gpu_takes_its_last_block_instead_of_copying_it(k
         assert rig.probe(toks(0, 16)) == 16
 
 
-def test_a_last_block_that_somebody_else_holds_is_not_taken() -> None:
+def test_a_last_block_that_another_request_holds_is_not_taken() -> None:
     """Two requests matched the same full GPU: neither may take the other's page, and the refusal changes nothing."""
     with Rig(small(4)) as rig:
         rig.seed(toks(0, 15))
@@ -104,7 +104,7 @@ def test_a_wider_snapshot_takes_the_slot_of_the_one_that_it_replaces() -> None:
 
 
 def test_slots_stay_busy_where_the_device_neither_marks_a_stream_nor_waits_for_it() -> None:
-    """A kernel of a closed request has not run yet; whoever gets its slots next runs after it."""
+    """A kernel of a closed request has not run yet; the next user of its slots runs after it."""
     with Rig(small(4), schedule="eager") as rig:
         request = rig.start()
         assert request.advance(toks(0, 16))

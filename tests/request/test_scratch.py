@@ -317,8 +317,8 @@ def test_drafts_are_never_scratch(drafts: int) -> None:
 
 
 def test_a_resume_whose_scratch_the_device_refuses_leaves_the_request_suspended() -> None:
-    """The slots that it would take are still in somebody's use, and the device refuses to let it wait for that: the request is
-    suspended as it was, and can be resumed later."""
+    """The slots that it would take are still in use by another stream, and the device refuses the wait for it: the request
+    stays suspended as it was, and can be resumed later."""
     with windows(1, 32, gpu=2 * MIB, size=64 * KIB) as rig:
         cache = rig.create()
         assert cache.resume(rig.stream)

@@ -68,7 +68,7 @@ def test_no_lower_tier(held: int) -> None:
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_load_does_not_evict_what_it_loads(depth: int, schedule: str) -> None:
-    """A prefix on the host, a GPU full of another cached one: the first is brought up whole while the other makes room."""
+    """A prefix on the host, a GPU full of another cached one: the first is onloaded whole while the other makes room."""
     with Rig(small(4, host_slots=4), schedule, depth) as rig:
         first, second = toks(0, 16), toks(100, 116)
         rig.seed(first)

@@ -50,7 +50,7 @@ def test_nothing_missed() -> None:
 
 
 def test_never_stored() -> None:
-    """Nobody cached the next block; without a history it may also have been dropped, and the sentence says so."""
+    """The next block is not cached; without a history it may also have been dropped, and the sentence says so."""
     asked = Asked(4, FULL)
     asked.cache.store(toks(0, 8))
     report = asked.ask(toks(0, 12))

@@ -98,29 +98,29 @@ def test_fields_are_tagged(value: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 31, 33])
 def test_digest_length(size: int) -> None:
-    """Only 32 bytes are a digest, at every door."""
+    """Only 32 bytes are a digest, for every public call."""
     bad: list[Token] = [1, 2, bytes(size), 3]
     with Rig(small(8)) as rig:
         cache = rig.create()
         assert cache.resume(rig.stream)
         assert cache.resize(8)
-        doors: list[Callable[[], object]] = [
+        calls: list[Callable[[], object]] = [
             lambda: rig.create(bad),
             lambda: rig.probe(bad),
             lambda: cache.commit(bad),
             lambda: keys(ReuseScope(), bad),
             lambda: MmItemContext(bytes(size)),
         ]
-        for door in doors:
+        for call in calls:
             with pytest.raises(ConfigError):
-                door()
+                call()
         assert (cache.num_committed_tokens, rig.manager.num_open_caches) == (0, 1)
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 63, 1 << 64])
 @pytest.mark.parametrize("position", [0, 3, 4, 6])
 def test_token_range(token: int, position: int) -> None:
-    """Ids outside 31 bits are refused with position and value at every door, never wrapped onto another token; 2**31 - 1 is
+    """Ids outside 31 bits are refused with position and value by every call, never wrapped onto another token; 2**31 - 1 is
     fine."""
     bad = list(range(7))
     bad[position] = token

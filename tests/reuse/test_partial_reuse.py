@@ -129,7 +129,7 @@ def test_any_number_of_siblings_is_searched(siblings: int) -> None:
 @pytest.mark.parametrize("wait_for_commit", [False, True])
 @pytest.mark.parametrize("kinds", [["full"], ["full", (8, 0)], [(8, 4)]])
 def test_identical_blocks_are_shared(kinds: list[str | tuple[int, int]], wait_for_commit: bool) -> None:
-    """Two requests compute the same prompt: whoever commits second adopts the first one's pages, keeps right bytes, and frees
+    """Two requests compute the same prompt: the one that commits second adopts the first one's pages, keeps right bytes, and frees
     its own."""
     with Rig(small(32, kinds=kinds)) as rig:
         one, two = rig.start(), rig.start()
@@ -153,7 +153,7 @@ def test_identical_blocks_are_shared(kinds: list[str | tuple[int, int]], wait_fo
 
 
 @pytest.mark.parametrize("path", ["commit", "create"])
-def test_whoever_shares_a_block_waits_for_its_writer(path: str) -> None:
+def test_a_request_that_shares_a_block_waits_for_its_writer(path: str) -> None:
     """A commit is publication order only: the first request's stream stands at a gate before it writes. Another that adopts its
     block, or
     matches it, does not get past that on its own stream before the gate opens, and then reads the right bytes."""
@@ -182,7 +182,7 @@ def test_whoever_shares_a_block_waits_for_its_writer(path: str) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_colder_identical_page_takes_over_the_slot(seed: int) -> None:
-    """The block that somebody committed first has sunk to the host: whoever commits it again keeps its own GPU slot and bytes,
+    """The block that was committed first has moved to the host. A request that commits it again keeps its own GPU slot and bytes,
     the page
     gives up its host slot, nothing is copied, and all later users read right bytes."""
     with Rig(small(4, host_slots=4), "random", seed) as rig:

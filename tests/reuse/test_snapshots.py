@@ -181,7 +181,7 @@ def test_depths_are_ordered(partial: bool) -> None:
 
 
 def test_a_branch_needs_a_snapshot_where_it_leaves() -> None:
-    """A snapshot only at 96: a sibling that leaves at 64 reuses nothing; once somebody committed at 64, the next one reuses 64."""
+    """A snapshot only at 96: a sibling that leaves at 64 reuses nothing; after a commit at 64, the next one reuses 64."""
     with rig_of() as rig:
         rig.seed(toks(0, 96))
         sibling = [*toks(0, 64), *other(64, 96)]

@@ -219,7 +219,7 @@ def test_other_carriers_are_refused(bad: object) -> None:
 
 
 def test_text_only_refuses_digests() -> None:
-    """At every door: lists, contexts and packed sequences."""
+    """By every public call: lists, contexts and packed sequences."""
     with pytest.raises(ConfigError, match="position 1 is a digest"):
         pack([1, digest(1)], text_only=True)
     with pytest.raises(ConfigError, match="position 0 is a digest"):

@@ -25,7 +25,7 @@ def coverage(block: Block) -> list[int]:
 
 class TestInsertion:
     def test_new_then_identical(self) -> None:
-        """The first writer's block stays; who comes later is given it."""
+        """The first writer's block stays; a later writer is given it."""
         cache = Cache(2, FULL)
         root = cache.tree.root(EMPTY_SCOPE)
         block, how = insert(cache, root, [1, 2])
@@ -167,7 +167,7 @@ class TestLoss:
         assert all(block.children is None for block in path)
 
     def test_pages_in_use_below_a_lost_one_are_orphaned(self) -> None:
-        """Whoever holds them keeps them."""
+        """Requests that hold its pages keep them."""
         cache = Cache(4, FULL)
         path = cache.store(toks(0, 12))
         held = path[2].pages[0]
@@ -489,7 +489,7 @@ class TestKeys:
         assert cache.tree.num_blocks == 0
 
     def test_a_removed_block_keeps_its_key_for_the_listener(self) -> None:
-        """Whoever asks while being told of a block's end can name it later, though its links are cut."""
+        """A listener that asks for a block's key when the block is removed can ask again after its links are cut."""
         cache = Cache(2, FULL, listener=KeyNotes())
         path = cache.store(toks(0, 4))
         expected = [key for _part, key in sequence_to_blockchain_keys(2, None, toks(0, 4))][1:]
@@ -497,7 +497,7 @@ class TestKeys:
         assert [block.block_key() for block in path] == expected
 
     def test_without_listener_a_removed_block_has_no_key(self) -> None:
-        """Nobody asked while its path was known."""
+        """The key was not asked for while the path of the block was known."""
         cache = Cache(2, FULL)
         path = cache.store(toks(0, 4))
         cache.tree.clear()

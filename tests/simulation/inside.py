@@ -72,7 +72,7 @@ class Inside:
         return True
 
     def _pages(self, level: int, group: int, mine: set[int], held: bool) -> list[Page]:
-        """Pages that nobody runs on, held by a suspended request or not, those of `mine` left out."""
+        """Pages that are not locked, held by a suspended request or not, those of `mine` left out."""
         pages = self.hierarchy.cells[group][level].pages()
         return [page for page in pages if page.locks == 0 and id(page) not in mine and (page.holds > 0) == held]
 

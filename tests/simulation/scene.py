@@ -118,7 +118,7 @@ class Scene:
         except OutOfPagesError:
             raise
         except (CuError, OutOfMemoryError):
-            assert self.armed, "a device failure that nobody ordered"
+            assert self.armed, "a device failure that was not ordered"
             return self.count(operation, "device failure"), None
         assert live is None or not live.lost or operation == "close", f"{operation} went through though the request is lost"
         return "", result
@@ -190,8 +190,8 @@ class Scene:
         self.after()
 
     def check_bytes(self) -> None:
-        """Let the device come to rest: then every page in the tree holds what its tokens say, on whatever tier it lies, and who
-        computed on wrong bytes is lost."""
+        """Let the device come to rest: then every page in the tree holds what its tokens say, on whatever tier it lies, and a
+        request that computed on wrong bytes is lost."""
         for live in self.live:
             if live.active and not live.lost:
                 self.launch(live, self.engine.check(live.model, live.cache))
@@ -205,7 +205,7 @@ class Scene:
             values = self._values(memo, data, scopes[data], path)
             if block.num_pending_loads:
                 continue
-            assert values[-1] in self.library.committed, "a block that nobody committed"
+            assert values[-1] in self.library.committed, "a block that was never committed"
             for number, page in enumerate(block.pages):
                 if page is None or page.transfers > 0:
                     continue

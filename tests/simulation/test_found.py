@@ -152,7 +152,7 @@ def test_a_lost_page_that_waited_for_its_commit_is_not_published(tmp_path: Path)
 
 
 def test_lengths_and_pages_agree_after_a_device_failure_in_a_resize(tmp_path: Path) -> None:
-    """Pages have been let go when the device fails: the history stands, and the request goes on."""
+    """Pages have been released when the device fails: the history is the new one, and the request goes on."""
     world, live = opened(plain(str(tmp_path), [Kind(window=4)], size=1, slots=6, tiers="gh", faults=True))
     compute(world, live, 5, 0)
     compute(world, live, 6, 5)

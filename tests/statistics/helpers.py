@@ -43,7 +43,7 @@ def blocks(
 
 
 def rig_of(config: KVCacheManagerConfig) -> Rig:
-    """Without an engine: only the books are looked at."""
+    """A rig without an engine: only counts are compared."""
     return Rig(config, engine=False)
 
 

@@ -1,4 +1,4 @@
-"""What moved between tiers and what was dropped, whoever caused it: per life cycle, per tier, in blocks and bytes."""
+"""What moved between tiers and what was dropped, by any cause: per life cycle, per tier, in blocks and bytes."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_first_resume_counts_its_copies_in_every_life_cycle() -> None:
         assert moved[LifeCycleId(1)].iter_alloc_total_blocks == 0
 
 
-# --- work that is nobody's request
+# --- work of the manager
 
 
 def test_a_resize_of_the_gpu_is_counted() -> None:

@@ -215,7 +215,7 @@ class History:
 @pytest.mark.parametrize("name", MODELS)
 @given(drawn=steps)
 def test_every_statistic_equals_a_recount(name: str, drawn: list[Step]) -> None:
-    """Two tiers of few slots: pending counts, books, readings, movement, drops, peaks and dirty ids, after every call."""
+    """Two tiers of few slots: pending counts, sums, readings, movement, drops, peaks and dirty ids, after every call."""
     kinds, rules = MODELS[name]
     with Rig(small(12, kinds=kinds, host_slots=8), engine=False) as rig:
         history = History(rig, rules)

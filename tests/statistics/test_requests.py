@@ -394,7 +394,7 @@ def test_statistics_off_count_nothing() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_request_statistics_by_request(enabled: bool) -> None:
-    """enable_request_stats gives the request's delta although the manager counts nothing; its books follow their own switch."""
+    """enable_request_stats gives the request's delta although the manager counts nothing, which has a switch of its own."""
     with rig_of(blocks(8, stats=enabled)) as rig:
         seed(rig, 0, 8)
         cache = open_cache(rig, toks(0, 8), request_stats=True)
@@ -408,7 +408,7 @@ def test_request_statistics_by_request(enabled: bool) -> None:
 
 
 def test_excluded_requests_count_nowhere() -> None:
-    """The id 2^64-1 of a padding dummy: its delta is zero, the books stay as they are, and it is never dirty."""
+    """The id 2^64-1 of a padding dummy: its delta is zero, all sums stay as they are, and it is never dirty."""
     dummy = 2**64 - 1
     with rig_of(blocks(8)) as rig:
         rig.manager.mark_stats_excluded(dummy)

@@ -167,7 +167,7 @@ class Rig:
         return page
 
     def cached(self, value: int | None = None, life_cycle: int = 0, priority: int = 35, owner: FakeBlock | None = None) -> Page:
-        """A page of a block that nobody uses: droppable, and queued."""
+        """A page of a block that no request uses: droppable, and queued."""
         page = self.new(value, life_cycle, priority)
         self.hierarchy.adopt(page, owner if owner is not None else FakeBlock(f"{value}"), 4)
         self.hierarchy.unlock(page, page.ready)
@@ -180,7 +180,7 @@ class Rig:
         return page
 
     def order(self, level: int, group: int = 0) -> list[Page]:
-        """The queue of a level, next victim first."""
+        """The order of eviction of a level."""
         return self.hierarchy.cells[group][level].order()
 
     def counts(self, level: int, group: int = 0) -> tuple[int, int, int]:

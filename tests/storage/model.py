@@ -27,7 +27,7 @@ class Entry:
 
 
 class Model:
-    """Levels of slots, and who is in them."""
+    """Levels of slots, and the pages in them."""
 
     def __init__(self, slots: list[list[int]], disk: list[bool]) -> None:
         self.slots = [list(row) for row in slots]

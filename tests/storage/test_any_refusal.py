@@ -175,7 +175,7 @@ def test_no_page_and_no_slot_is_lost(
 def test_closing_can_be_tried_again_until_everything_is_free(
     refusal: tuple[Callable[[], BaseException], int], tmp_path: Path
 ) -> None:
-    """Whichever call is refused; then the books of the device are empty."""
+    """Any call may be refused; at the end the device has no allocation left."""
     skip = 0
     struck = True
     while struck:

@@ -1,4 +1,5 @@
-"""A device that refuses one of several copies or waits: what was queued before it harms nobody, and the call can be tried again."""
+"""A device that refuses one of several copies or waits: what was queued before it damages no page, and the call can
+be tried again."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def write(rig: Rig, places: Sequence[int], data: bytes) -> Callable[[], None]:
 
 
 def check_late_copies(rig: Rig, refused: Callable[[], None], copies: int) -> None:
-    """`refused` queues copies on a stream that stands still, and the device refuses the last: whoever is given their slots next
-    keeps what he writes there when the stream goes on."""
+    """`refused` queues copies on a stream that stands still, and the device refuses the last: the next request in
+    their slots keeps what it writes there when the stream goes on."""
     gate = rig.driver.gate(rig.stream)
     rig.driver.fail("copy", copies)
     with pytest.raises(KVCacheError, match="injected"):
@@ -107,7 +108,7 @@ def test_a_copy_refused_for_its_second_pool_leaves_its_slot_busy() -> None:
 
 
 def test_a_copy_that_may_not_wait_leaves_its_slot_to_the_user_before() -> None:
-    """The slot's last user is still at work when the device refuses the wait for him."""
+    """The slot's last user is still at work when the device refuses the wait for it."""
     rig = StorageRig([[2]], "g")
     busy = rig.driver.create_stream()
     source, before = rig.hierarchy.new_page(0, 35), rig.hierarchy.new_page(0, 35)
@@ -126,7 +127,7 @@ def test_a_copy_that_may_not_wait_leaves_its_slot_to_the_user_before() -> None:
 
 
 def test_an_overwriting_copy_refused_for_its_second_pool_leaves_its_slot_busy() -> None:
-    """The page is void and given up, as the tree does; whoever has its slot next waits for the half that is on its way."""
+    """The tree drops such a page; the next user of its slot waits for the half that was queued."""
     rig = StorageRig([[2]], "g", ((96, 64),))
     source, page = rig.hierarchy.new_page(0, 35), rig.hierarchy.new_page(0, 35)
     rig.hierarchy.adopt(page, FakeBlock(), 1)

@@ -198,7 +198,7 @@ def _slides(life_cycle: object) -> bool:
 
 @pytest.mark.parametrize("window", [5, 8, 9])
 def test_a_slot_is_never_owned_twice(window: int) -> None:
-    """One request slides through 400 tokens on few slots with a host tier: the books balance at each step, and no slot has two
+    """One request slides through 400 tokens on few slots with a host tier: the counts add up at each step, and no slot has two
     owners."""
     with Rig(small(5, kinds=[(window, 0)], host_slots=4)) as rig:
         request = rig.start()

@@ -23,7 +23,7 @@ def drain_some(waiting: FreeSlots, model: list[tuple[SlotId, Point]], count: int
 
 @given(st.lists(st.tuples(st.integers(0, 3 * COMPACT_FROM), st.integers(0, 3 * COMPACT_FROM), st.integers(1, 4)), max_size=8))
 def test_like_a_list(rounds: list[tuple[int, int, int]]) -> None:
-    """Taken near the old end, whose oldest takes the free place; so over many slots, with their memory given back on the way."""
+    """Slots are taken near the old end, where the oldest takes the free place; over many slots memory is freed on the way."""
     waiting = FreeSlots()
     model: list[tuple[SlotId, Point]] = []
     serial = 0

@@ -18,7 +18,7 @@ def make(rigs: list[Rig], *args: object, **kwargs: object) -> Rig:
 
 class TestOnePage:
     def test_private_page_is_freed_with_its_last_lock(self, rigs: list[Rig]) -> None:
-        """An uncommitted page that nobody needs is gone at once; it joins no queue."""
+        """An uncommitted page without locks and holds is freed at once; it joins no queue."""
         rig = make(rigs, [[2]], "g")
         page = rig.new()
         assert page.status() == PageStatus.LOCKED
@@ -27,7 +27,7 @@ class TestOnePage:
         assert not page.alive()
         assert rig.counts(0) == (2, 0, 0)
 
-    def test_cached_page_is_queued_when_nobody_needs_it(self, rigs: list[Rig]) -> None:
+    def test_cached_page_is_queued_after_its_last_lock(self, rigs: list[Rig]) -> None:
         rig = make(rigs, [[2]], "g")
         page = rig.cached()
         assert page.status() == PageStatus.DROPPABLE
@@ -77,7 +77,7 @@ class TestOnePage:
         with pytest.raises(OutOfPagesError):
             rig.hierarchy.new_page(0, 35)
 
-    def test_orphan_is_gone_when_nobody_needs_it(self, rigs: list[Rig]) -> None:
+    def test_unlisted_page_is_freed_after_its_last_hold(self, rigs: list[Rig]) -> None:
         rig = make(rigs, [[3], [3]])
         cached, held = rig.cached(), rig.cached()
         rig.hierarchy.hold(held)
@@ -190,7 +190,7 @@ class TestMakingRoom:
         assert not young.alive()
 
     def test_owner_may_give_back_more_while_it_is_told(self, rigs: list[Rig]) -> None:
-        """Dropping a block's page ends its descendants: their pages are given back from within the call."""
+        """Dropping a block's page ends its descendants: their pages are dropped from within the call."""
         rig = make(rigs, [[2], [2]])
         parent = FakeBlock("parent")
         pages = [rig.cached(0, owner=parent), *[rig.cached(i) for i in range(1, 4)]]

@@ -136,8 +136,7 @@ GIB = 1 << 30
 
 
 def test_best_efforts_leave_host_memory_free() -> None:
-    """The larger of 1 GiB and 5 % of what is available stays free, for the engine and everybody else; whoever asks for an exact
-    quota means it."""
+    """The larger of 1 GiB and 5 % of what is available stays free for other uses; an exact quota is not limited."""
     assert [spare_host_bytes(there) for there in (0, GIB, GIB + 5, 20 * GIB, 100 * GIB)] == [0, 0, 5, 19 * GIB, 95 * GIB]
     tiers = [GpuCacheTierConfig(8 * MIB), HostCacheTierConfig(8 * MIB)]
     with Rig(model([attention(0, 512 * KIB)], tiers=tiers)) as rig:

@@ -74,7 +74,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         return [entry for entry in self.model.entries if entry.page.transfers > 0]
 
     def room(self, target: int, need: list[int], load: list[Entry]) -> tuple[int, int] | None:
-        """The model's answer. Pages in flight are no victims, but they are waited for before anything is refused."""
+        """The model's answer. Pages in flight are not evicted, but they are waited for before anything is refused."""
         short = self.model.make_room(target, need, load, self.busy())
         group_wants = [need[g] + sum(1 for e in load if e.group == g) for g in range(self.model.groups)]
         in_flight = self.rig_().hierarchy.transfers_in_flight > 0
@@ -407,7 +407,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         need=st.lists(st.integers(0, 2), min_size=2, max_size=2),
     )
     def load_with_fault(self, call: str, nth: int, bits: int, need: list[int]) -> None:
-        """Whatever fails: nobody's page is lost but by a file transfer, and all structures agree."""
+        """After any failure no page is lost but by a file transfer, and all structures agree."""
         rig = self.rig_()
         load = [e.page for i, e in enumerate(self.all(held=True)) if bits >> i & 1]
         self.faulty = self.faulty or call in ("read_file", "write_file")
@@ -419,7 +419,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, level=numbers)
     def load_from_disk_with_fault(self, number: int, level: int) -> None:
-        """One read of one page fails; the page may be moved on before anybody looks."""
+        """One read of one page fails; the page may be moved on before the failure is noticed."""
         rig = self.rig_()
         entry = self.pick(number, [e for e in self.all() if self.model.disk[e.level]])
         if entry is None:
@@ -435,7 +435,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(life_cycle=numbers, call=st.sampled_from(["write_file", "copy_batch", "record_event"]))
     def new_with_fault(self, life_cycle: int, call: str) -> None:
-        """What is pushed down to make room is lost on the way, or stays where it was."""
+        """What is offloaded to make room is lost on the way, or stays where it was."""
         rig = self.rig_()
         life_cycle %= rig.layout.num_life_cycles
         need = [0] * self.model.groups
@@ -448,7 +448,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.synchronize_model()
 
     def synchronize_model(self) -> None:
-        """After a fault: take levels and queues from the hierarchy, having seen that nobody who is needed is gone."""
+        """After a fault: take levels and queues from the hierarchy, having seen that no page that is needed is gone."""
         rig = self.rig_()
         by_page: dict[int, Entry] = {id(e.page): e for e in self.model.entries}
         for entry in list(self.model.entries):

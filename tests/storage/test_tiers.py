@@ -34,7 +34,7 @@ NUM_REGIONS = DEFAULT_RING_BYTES // REGION_BYTES
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_source_is_read_when_the_copy_runs(tmp_path: object, tier: str, seed: int) -> None:
-    """Pages are pushed down while the engine's writes to them still wait behind a gate, and their slots are written by others at
+    """Pages are offloaded while the engine's writes to them still wait behind a gate, and their slots are written by others at
     once:
     every request gets its own bytes back."""
     config = small(4, host_slots=8) if tier == "host" else small(4, disk=(str(tmp_path), 8))

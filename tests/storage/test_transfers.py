@@ -128,7 +128,7 @@ def test_failed_write_loses_a_cached_page_at_once(rigs: list[Rig], tmp_path: Pat
 
 
 def test_loss_is_noticed_after_the_page_has_moved_on(rigs: list[Rig], tmp_path: Path) -> None:
-    """Disk to host fails, and before anybody looks the page goes on to the GPU: it is lost all the same."""
+    """Disk to host fails, and the page moves on to the GPU before the failure is noticed: it is lost all the same."""
     rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path))
     rigs.append(rig)
     page = rig.held(1)
@@ -147,8 +147,8 @@ def test_loss_is_noticed_after_the_page_has_moved_on(rigs: list[Rig], tmp_path: 
     rig.hierarchy.release(page)
 
 
-def test_late_write_harms_nobody(rigs: list[Rig], tmp_path: Path) -> None:
-    """A write that timed out loses its page; its slot is nobody's until the write has really ended."""
+def test_a_late_write_loses_its_page_only(rigs: list[Rig], tmp_path: Path) -> None:
+    """A write that timed out loses its page; its slot stays unusable until the write has really ended."""
     rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
     rigs.append(rig)
     block = FakeBlock("late")
@@ -491,8 +491,8 @@ def test_a_page_in_a_swap_slot_moves_on_when_a_slot_is_free(rigs: list[Rig]) -> 
 
 
 def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]) -> None:
-    """The device refuses to let the copy stream wait for who had the slot before. That one is not done yet: whoever gets the slot
-    next waits for it."""
+    """The device refuses to let the copy stream wait for the last user of the slot, which is not done yet: the next user of
+    the slot waits for it."""
     rig = Rig([[1], [2]], "gh")
     rigs.append(rig)
     below = rig.held(2)

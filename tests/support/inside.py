@@ -1,4 +1,4 @@
-"""The looks past the public face that acceptance needs, under the short names of these tests.
+"""Questions about what is behind the public calls, under short names.
 
 Rule: every question that a test asks about the inside is asked of `introspection`, which is the same on both builds.
 """

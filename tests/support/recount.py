@@ -161,7 +161,7 @@ class Recount:
             counted.pending.narrowed += [(key[0], what) for what in counted.pending.taken.pop(key).values()]
 
     def commit(self, counted: Counted) -> KVCacheStatsDelta:
-        """The request's delta, added to the books."""
+        """The request's delta, added to the sums."""
         pending = counted.pending
         delta = KVCacheStatsDelta()
         for index, iteration in enumerate(self.iteration):

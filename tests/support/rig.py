@@ -177,7 +177,7 @@ class Rig:
         return count
 
     def take(self, slots: int, tag: int = 1 << 20) -> Request:
-        """Lock so many blocks' worth of slots with tokens of nobody else, uncommitted."""
+        """Lock the slots of so many blocks for a new request that commits nothing."""
         request = self.start()
         assert request.cache.resize(slots * self.tokens_per_block), request.cache.last_shortage
         del tag
