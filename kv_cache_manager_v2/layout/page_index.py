@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 from kv_cache_manager_v2.arguments import (
     WORD_LIMIT,
+    IntBuffer,
     Integers,
     at_least,
     each_of,
@@ -33,10 +34,14 @@ from kv_cache_manager_v2.arguments import (
     renamed,
     wholes,
 )
+from kv_cache_manager_v2.buffers import integers_in, numpy_or_none, require_length, writable_integers
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, INT32_MAX, LifeCycleId, PageIndexMode, PoolGroupId, PoolId
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, ceil_div
+from kv_cache_manager_v2.layout.index_arrays import WORTH_IT, scale_indices, spread_indices
 from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
+
+_Out = TypeVar("_Out", bound=IntBuffer)
 
 
 class ScratchDesc:
@@ -98,25 +103,64 @@ class PageIndexConverter:
         index_mode: PageIndexMode | SupportsIndex | None = None,
         scratch: ScratchDesc | None = None,
         mode: PageIndexMode | SupportsIndex | None = None,
-    ) -> array[int]:
+        out: _Out | None = None,
+    ) -> array[int] | _Out:
         """Page indices as int32, `expansion` for each base index; BAD for a negative base index. O(result).
 
-        `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED although scratch blocks
-        may occur, if there are too few scratch slots, or if an index does not fit int32.
+        `base_indices[o]` belongs to block ordinal o. Fills the first entries of `out`, if given, and returns it: int32 or int64
+        memory (an array, a numpy array, a torch tensor in host memory), which may be that of `base_indices`. Raises ConfigError,
+        with nothing written, if the mode is missing or SHARED although scratch blocks may occur, if `out` or the scratch slots are
+        too few, or if an index does not fit int32.
         """
         wanted = page_index_mode_or_none(index_mode if mode is None else renamed("mode", "index_mode", mode), "index_mode")
         borrowed = instance_or_none(scratch, ScratchDesc, "scratch")
-        with_scratch = borrowed is not None and bool(borrowed)
-        if wanted is None and (with_scratch or self.scratch_enabled):
-            raise ConfigError("the page index mode is missing; with scratch reuse pass index_mode=PageIndexMode.PER_LAYER")
-        if with_scratch and wanted is not PageIndexMode.PER_LAYER:
-            raise ConfigError(f"scratch blocks cannot be addressed in mode {wanted}; pass index_mode=PageIndexMode.PER_LAYER")
-        scale = self.scale
+        if borrowed is not None and not borrowed:
+            borrowed = None
+        check_mode(wanted, borrowed is not None, self.scratch_enabled)
         offset = self.layer_offset if wanted is PageIndexMode.PER_LAYER else 0
-        bases = _as_list(base_indices)
+        target = None if out is None else writable_integers(out, "out")
+        source = integers_in(base_indices)
+        if source is not None and len(source) >= WORTH_IT:
+            numpy = numpy_or_none()
+            if numpy is not None:
+                result = self._convert_array(numpy, source, offset, borrowed, target)
+                return result if out is None else out
+        pages = self._convert_list(_as_list(base_indices), offset, borrowed)
+        if target is None or out is None:
+            return pages
+        require_length(target, "out", len(pages))
+        target[: len(pages)] = memoryview(pages if target.format == "i" else array("q", pages))
+        return out
+
+    def _convert_array(
+        self, numpy: Any, source: memoryview[int], offset: int, scratch: ScratchDesc | None, target: memoryview[int] | None
+    ) -> array[int]:
+        """Convert in whole passes over the memory. Fills `target`, or the array that is returned."""
+        expansion = self.expansion
+        count = len(source) * expansion
+        made = array("i")
+        if target is None:
+            made = array("i", [BAD_PAGE_INDEX]) * count
+            target = memoryview(made)
+        else:
+            require_length(target, "out", count)
+        filled = numpy.asarray(target[:count])
+        pages = filled if expansion == 1 else numpy.empty(len(source), filled.dtype)
+        beg, borrowed = (0, array("i")) if scratch is None else self._scratch_pages(len(source), scratch)
+        scale_indices(numpy, numpy.asarray(source), pages, self.scale, offset, expansion)
+        if borrowed:
+            pages[beg : beg + len(borrowed)] = numpy.asarray(borrowed) * expansion
+        if expansion > 1:
+            spread_indices(numpy, pages, filled, expansion)
+        return made
+
+    def _convert_list(self, bases: list[int], offset: int, scratch: ScratchDesc | None) -> array[int]:
+        """Convert index by index."""
+        scale = self.scale
         pages = [base * scale + offset if base >= 0 else BAD_PAGE_INDEX for base in bases]
-        if borrowed is not None and with_scratch:
-            self._place_scratch(pages, borrowed)
+        if scratch is not None:
+            beg, borrowed = self._scratch_pages(len(pages), scratch)
+            pages[beg : beg + len(borrowed)] = borrowed
         if self.expansion > 1:
             pages = self._expand(pages)
         try:
@@ -124,10 +168,10 @@ class PageIndexConverter:
         except OverflowError:
             raise ConfigError(f"page index {max(pages)} does not fit int32, whose largest value is {INT32_MAX}") from None
 
-    def _place_scratch(self, pages: list[int], scratch: ScratchDesc) -> None:
-        """Overwrite the indices of scratch blocks that are in the list."""
+    def _scratch_pages(self, blocks: int, scratch: ScratchDesc) -> tuple[int, array[int]]:
+        """The first scratch block, and the page indices of the scratch blocks below `blocks`, without expansion."""
         beg = scratch.range.beg
-        end = min(scratch.range.end, len(pages))
+        end = min(scratch.range.end, blocks)
         scale, util, first = self.scale, self.layer_util, self.layer_first
         slots = scratch.slot_ids
         needed = ceil_div((end - beg) * util, scale) if end > beg else 0
@@ -137,9 +181,14 @@ class PageIndexConverter:
                 f"but the descriptor has {len(slots)}; pass the one of the request's present lengths"
             )
         part = self.layer_offset - first
-        for ordinal in range(beg, end):
-            pages[ordinal] = slots[part // scale] * scale + (part + first) % scale
+        pages: list[int] = []
+        for _ordinal in range(beg, end):
+            pages.append(slots[part // scale] * scale + (part + first) % scale)
             part += util
+        try:
+            return beg, array("i", pages)
+        except OverflowError:
+            raise ConfigError(f"page index {max(pages)} does not fit int32, whose largest value is {INT32_MAX}") from None
 
     def _expand(self, pages: list[int]) -> list[int]:
         """Replace each index by `expansion` consecutive ones, for the buffer's own, smaller blocks."""
@@ -167,6 +216,14 @@ def _converter(
     place.layer_util = layer_util
     place.layer_first = layer_first
     return PageIndexConverter(place, scratch_enabled)
+
+
+def check_mode(mode: PageIndexMode | None, with_scratch: bool, scratch_enabled: bool) -> None:
+    """Raise ConfigError if blocks of these kinds cannot be addressed in this mode."""
+    if mode is None and (with_scratch or scratch_enabled):
+        raise ConfigError("the page index mode is missing; with scratch reuse pass index_mode=PageIndexMode.PER_LAYER")
+    if with_scratch and mode is not PageIndexMode.PER_LAYER:
+        raise ConfigError(f"scratch blocks cannot be addressed in mode {mode}; pass index_mode=PageIndexMode.PER_LAYER")
 
 
 def _as_list(indices: object) -> list[int]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from ctypes import c_int32
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
 
+from kv_cache_manager_v2.buffers import writable_integers
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 
@@ -162,7 +162,7 @@ class PageIndexRow:
 
         Accepts any object with the buffer protocol, and torch tensors in host memory. Raises ConfigError before anything changes.
         """
-        view = _int32_view(target)
+        view = writable_integers(target, "page-index buffer", "i")
         if len(view) < self.length:
             raise ConfigError(f"page-index buffer too short: {len(view)} entries for {self.length} blocks; pass a longer one")
         values = self.values()
@@ -183,37 +183,3 @@ class PageIndexRow:
         self.buffer = None
         self.attached = None
         self.version += 1
-
-
-def _int32_view(target: object) -> memoryview[int]:
-    try:
-        view = memoryview(target)  # type: ignore[arg-type]  # raises TypeError without the buffer protocol
-    except TypeError:
-        if not hasattr(target, "data_ptr"):
-            raise ConfigError(
-                f"a page-index buffer must support the buffer protocol, got {type(target).__name__}: pass an int32 numpy array, "
-                "an array('i') or a torch.int32 tensor in host memory"
-            ) from None
-        return _tensor_view(target)
-    if view.format not in ("i", "@i") or view.ndim != 1:
-        raise ConfigError(
-            f"a page-index buffer must be one-dimensional int32; got format {view.format!r} with {view.ndim} dimensions"
-        )
-    if view.readonly or not view.c_contiguous:
-        raise ConfigError("a page-index buffer must be writable and contiguous")
-    return view
-
-
-def _tensor_view(tensor: Any) -> memoryview[int]:
-    """The memory of a torch tensor. The caller must keep the tensor alive as long as the view."""
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"a page-index buffer must be in host memory, got a tensor on {tensor.device}: pass a CPU tensor")
-    if str(tensor.dtype) != "torch.int32" or tensor.dim() != 1:
-        raise ConfigError(f"a page-index buffer must be one-dimensional int32, got {tensor.dtype} with {tensor.dim()} dimensions")
-    if not tensor.is_contiguous():
-        raise ConfigError("a page-index buffer must be writable and contiguous")
-    count: int = tensor.numel()
-    if count == 0:
-        return memoryview(array("i"))
-    memory = (c_int32 * count).from_address(tensor.data_ptr())
-    return memoryview(memory).cast("B").cast("i")

@@ -154,6 +154,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "range": always(HalfOpenRange(0, 0)),
     "slot_ids": always([1, 2]),
     "base_indices": always([1, 2]),
+    "out": always(None),
     "scratch": always(ScratchDesc(HalfOpenRange(0, 0), [])),
     # page tables
     "layer_group": always(0),
@@ -396,6 +397,7 @@ OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
     "input_tokens": NO_TOKENS,
     "buf": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(16, np.int64), np.zeros(1, np.int32), np.zeros((4, 4), np.int32),
             Duck()),
+    "out": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(16, np.int16), np.zeros((4, 4), np.int32), Duck()),
     "cold_page_codec": (5, "abc", Duck()),
 }  # fmt: skip
 

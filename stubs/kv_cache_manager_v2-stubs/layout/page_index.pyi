@@ -18,14 +18,17 @@ slots.
 
 from array import array
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 from kv_cache_manager_v2.arguments import (
+    IntBuffer,
     Integers,
 )
 from kv_cache_manager_v2.ids import PageIndexMode
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange
 from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout
+
+_Out = TypeVar("_Out", bound=IntBuffer)
 
 class ScratchDesc:
     """The scratch blocks of one request in one layer group, and the slots that they share. False if there are no blocks."""
@@ -63,12 +66,18 @@ class PageIndexConverter:
         index_mode: PageIndexMode | SupportsIndex | None = None,
         scratch: ScratchDesc | None = None,
         mode: PageIndexMode | SupportsIndex | None = None,
-    ) -> array[int]:
+        out: _Out | None = None,
+    ) -> array[int] | _Out:
         """Page indices as int32, `expansion` for each base index; BAD for a negative base index. O(result).
 
-        `base_indices[o]` belongs to block ordinal o. Raises ConfigError if the mode is missing or SHARED although scratch blocks
-        may occur, if there are too few scratch slots, or if an index does not fit int32.
+        `base_indices[o]` belongs to block ordinal o. Fills the first entries of `out`, if given, and returns it: int32 or int64
+        memory (an array, a numpy array, a torch tensor in host memory), which may be that of `base_indices`. Raises ConfigError,
+        with nothing written, if the mode is missing or SHARED although scratch blocks may occur, if `out` or the scratch slots are
+        too few, or if an index does not fit int32.
         """
+
+def check_mode(mode: PageIndexMode | None, with_scratch: bool, scratch_enabled: bool) -> None:
+    """Raise ConfigError if blocks of these kinds cannot be addressed in this mode."""
 
 def page_index_upper_bound(layout: StorageLayout, place: BufferPlace, num_slots: int) -> int:
     """The number of SHARED page indices from a buffer's base address to the end of its pool.
