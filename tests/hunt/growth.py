@@ -166,9 +166,14 @@ class RequestGrowth(RequestLife):
             self._close(request)
 
     def disagg(self) -> None:
-        """History that another instance computed: the pages outside of the windows never come."""
+        """History that another instance computed: the pages outside of the windows never come.
+
+        It begins at the capacity: positions below that count as written by the request itself.
+        """
         request = self.pick(
-            lambda r: r.active and not r.named and not r.final and r.width == 1 and r.written == r.committed == r.history
+            lambda r: (
+                r.active and not r.named and not r.final and r.width == 1 and r.capacity == r.written == r.committed == r.history
+            )
         )
         if request is None or self.setup.scratch_rewind is not None:
             return
