@@ -20,7 +20,7 @@ def resize_batch(caches: Sequence[KVCache], capacities: Integers, histories: Int
     Raises ConfigError, with nothing changed, if the lists differ in length or the caches in their manager.
     """
     settled = items_of(histories, "histories", "integers") if histories is not None else None
-    return batch.resize_all(_states(caches), items_of(capacities, "capacities", "integers"), settled)
+    return batch.resize_all(requests_of(caches), items_of(capacities, "capacities", "integers"), settled)
 
 
 def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
@@ -28,11 +28,11 @@ def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tok
 
     Raises the errors of `commit`, after earlier requests are committed. The text names the request that failed.
     """
-    batch.commit_all(_states(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
+    batch.commit_all(requests_of(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
 
 
-def _states(caches: object) -> list[Request]:
-    """Raises ConfigError unless all are caches of one manager."""
+def requests_of(caches: object) -> list[Request]:
+    """The requests of a batch. Raises ConfigError unless all are caches of one manager."""
     states = [_state(cache) for cache in items_of(caches, "caches", "KVCache objects")]
     for position in range(1, len(states)):
         if states[position].shared is not states[0].shared:

@@ -225,6 +225,11 @@ class LayerConfig(ABC):
     def window_size(self) -> int | None:
         """Tokens that a query sees, itself included; None: all."""
 
+    @property
+    def sink_size(self) -> int:
+        """First tokens, which every query sees although they have left the window."""
+        return 0
+
     @abstractmethod
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
         """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
@@ -253,6 +258,10 @@ class AttentionLayerConfig(LayerConfig):
     @property
     def window_size(self) -> int | None:
         return self.sliding_window_size
+
+    @property
+    def sink_size(self) -> int:
+        return self.num_sink_tokens or 0
 
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
         length = at_least(tokens_per_block, "tokens_per_block", 1)

@@ -55,6 +55,13 @@ class LifeCycle(ABC):
     def stale_from(self, ordinal: int) -> int:
         """The smallest history at which this block, not a sink, is stale; NEVER if it is always needed."""
 
+    def first_read(self, history: int) -> int:
+        """The first position, except for sinks, that a query at position `history` reads."""
+        window = self.window_size
+        start, end = self.stale(history)
+        oldest = end * self.tokens_per_block if end > start else 0
+        return oldest if window is None else max(oldest, history + 1 - window)
+
     def next_stale_change(self, history: int) -> int:
         """The smallest larger history at which more blocks are stale; NEVER if there is none."""
         return self.stale_from(max(self.stale(history)[1], self.num_sink_blocks))

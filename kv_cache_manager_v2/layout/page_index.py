@@ -180,11 +180,10 @@ class PageIndexConverter:
                 f"{end - beg} scratch blocks of {util} buffers each need {needed} slots of {scale} buffers, "
                 f"but the descriptor has {len(slots)}; pass the one of the request's present lengths"
             )
-        part = self.layer_offset - first
         pages: list[int] = []
-        for _ordinal in range(beg, end):
+        for number in range(end - beg):
+            part = scratch_part(self, number)
             pages.append(slots[part // scale] * scale + (part + first) % scale)
-            part += util
         try:
             return beg, array("i", pages)
         except OverflowError:
@@ -216,6 +215,11 @@ def _converter(
     place.layer_util = layer_util
     place.layer_first = layer_first
     return PageIndexConverter(place, scratch_enabled)
+
+
+def scratch_part(converter: PageIndexConverter, number: int) -> int:
+    """The number of the buffer's part in the scratch block of this number: t of the formula above."""
+    return number * converter.layer_util + converter.layer_offset - converter.layer_first
 
 
 def check_mode(mode: PageIndexMode | None, with_scratch: bool, scratch_enabled: bool) -> None:

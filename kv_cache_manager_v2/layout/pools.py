@@ -152,6 +152,7 @@ class StorageLayout:
         self.layer_ids: list[LayerId] = []  # in the configuration's order
         self.all_buffer_ids: list[BufferId] = []  # in the configuration's order
         self.layers_of: list[list[LayerId]] = [[] for _lc in life_cycles]  # by life cycle
+        self.sink_tokens: list[int] = [0] * len(life_cycles)  # by life cycle: first tokens that queries of its layers always see
         self._frac_max: list[tuple[int, int]] = []  # by life cycle
         self._life_cycle_of: dict[LayerId, LifeCycleId] = {}
         self._places: dict[BufferId, BufferPlace] = {}
@@ -289,6 +290,7 @@ def build_layout(config: KVCacheManagerConfig) -> StorageLayout:
         layers[life_cycle].append(layer)
         layout.layer_ids.append(layer.layer_id)
         layout.layers_of[life_cycle].append(layer.layer_id)
+        layout.sink_tokens[life_cycle] = max(layout.sink_tokens[life_cycle], layer.sink_size)
         layout._life_cycle_of[layer.layer_id] = life_cycle
         for buffer in layer.buffers:
             layout.all_buffer_ids.append(BufferId(layer.layer_id, buffer.role))

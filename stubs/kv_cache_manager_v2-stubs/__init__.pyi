@@ -107,6 +107,7 @@ from kv_cache_manager_v2.statistics import (
 )
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
+from kv_cache_manager_v2.token_slots import TokenSlots, slots_to_read, slots_to_write
 
 _KVCache = KVCache
 KvCacheStatus = CacheStatus
@@ -125,6 +126,9 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
+    "TokenSlots",
+    "slots_to_read",
+    "slots_to_write",
     "num_live_managers",
     "poison_reason",
     "take_poison",

@@ -5,6 +5,7 @@ from typing import SupportsIndex
 
 from kv_cache_manager_v2.arguments import IntBuffer, Integers
 from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.tokens import Tokens
 
 def resize_batch(caches: Sequence[KVCache], capacities: Integers, histories: Integers | None = None) -> int:
@@ -19,3 +20,6 @@ def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tok
 
     Raises the errors of `commit`, after earlier requests are committed. The text names the request that failed.
     """
+
+def requests_of(caches: object) -> list[Request]:
+    """The requests of a batch. Raises ConfigError unless all are caches of one manager."""

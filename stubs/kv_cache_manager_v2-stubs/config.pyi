@@ -93,6 +93,10 @@ class LayerConfig(ABC):
     def window_size(self) -> int | None:
         """Tokens that a query sees, itself included; None: all."""
 
+    @property
+    def sink_size(self) -> int:
+        """First tokens, which every query sees although they have left the window."""
+
     @abstractmethod
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
         """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
@@ -107,6 +111,8 @@ class AttentionLayerConfig(LayerConfig):
     def validate(self) -> None: ...
     @property
     def window_size(self) -> int | None: ...
+    @property
+    def sink_size(self) -> int: ...
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
 
 @dataclass

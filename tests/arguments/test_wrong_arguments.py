@@ -38,7 +38,7 @@ NAMED: Final = frozenset({"stream", "cuda_stream", "address", "nbytes"})
 TAKE_ANY_HANDLE: Final = frozenset({"forget_stream"})
 
 # Questions of the package to a life cycle, always with plain integers.
-ASKED_BY_THE_PACKAGE: Final = frozenset({"next_stale_change", "scratch_from"})
+ASKED_BY_THE_PACKAGE: Final = frozenset({"first_read", "next_stale_change", "scratch_from"})
 
 # Only the package makes these.
 MADE_BY_US: Final = frozenset(

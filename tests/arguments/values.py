@@ -155,6 +155,10 @@ VALID: Final[Mapping[str, Maker]] = {
     "slot_ids": always([1, 2]),
     "base_indices": always([1, 2]),
     "out": always(None),
+    "offsets": always(None),
+    "begins": always([2]),
+    "ends": always([9]),
+    "converter": lambda scene: scene.manager.get_page_index_converter(0, "key"),
     "scratch": always(ScratchDesc(HalfOpenRange(0, 0), [])),
     # page tables
     "layer_group": always(0),
@@ -398,6 +402,7 @@ OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
     "buf": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(16, np.int64), np.zeros(1, np.int32), np.zeros((4, 4), np.int32),
             Duck()),
     "out": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(16, np.int16), np.zeros((4, 4), np.int32), Duck()),
+    "offsets": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(1, np.int32), np.zeros((4, 4), np.int32), Duck()),
     "cold_page_codec": (5, "abc", Duck()),
 }  # fmt: skip
 
@@ -428,6 +433,10 @@ IN_BULK: Final = frozenset({"base_indices"})
 SPECIAL: Final[Mapping[str, Maker]] = {
     "resize_batch.caches": lambda scene: ([scene.active, scene.foreign], [None], [scene.active.state]),
     "commit_batch.caches": lambda scene: ([scene.active, scene.foreign], [None], [scene.active.state]),
+    "slots_to_write.begins": lambda scene: ([], [2, 3], [10], [11]),
+    "slots_to_write.ends": lambda scene: ([], [2, 3], [1], [11]),
+    "slots_to_write.layer_group_id": lambda scene: (7, scene.recurrent_group()),
+    "slots_to_read.caches": lambda scene: ([scene.active, scene.foreign], [None], [scene.active.state]),
     "resize_batch.capacities": lambda scene: ([], [11, 12], ["x"], [math.nan]),
     "commit_batch.tokens": lambda scene: ([], [1, 2], [None], ["x"], [[-1]]),
 }  # fmt: skip

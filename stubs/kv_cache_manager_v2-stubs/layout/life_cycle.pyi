@@ -47,6 +47,9 @@ class LifeCycle(ABC):
     def stale_from(self, ordinal: int) -> int:
         """The smallest history at which this block, not a sink, is stale; NEVER if it is always needed."""
 
+    def first_read(self, history: int) -> int:
+        """The first position, except for sinks, that a query at position `history` reads."""
+
     def next_stale_change(self, history: int) -> int:
         """The smallest larger history at which more blocks are stale; NEVER if there is none."""
 

@@ -76,6 +76,9 @@ class PageIndexConverter:
         too few, or if an index does not fit int32.
         """
 
+def scratch_part(converter: PageIndexConverter, number: int) -> int:
+    """The number of the buffer's part in the scratch block of this number: t of the formula above."""
+
 def check_mode(mode: PageIndexMode | None, with_scratch: bool, scratch_enabled: bool) -> None:
     """Raise ConfigError if blocks of these kinds cannot be addressed in this mode."""
 

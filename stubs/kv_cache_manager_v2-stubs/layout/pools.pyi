@@ -126,6 +126,7 @@ class StorageLayout:
     layer_ids: list[LayerId]
     all_buffer_ids: list[BufferId]
     layers_of: list[list[LayerId]]
+    sink_tokens: list[int]
 
     def __init__(self, tokens_per_block: int, life_cycles: list[LifeCycle], max_rewind: int | None) -> None: ...
     @property
