@@ -166,8 +166,8 @@ def test_buffers_of_the_caller_are_filled(kind: str, wide: bool, capacity: int) 
         assert result.slots is out
         assert result.offsets is offsets
         assert result.total == plain.total == capacity + 1
-        assert list(out) == [*plain.slots.tolist(), 77, 77, 77]
-        assert list(offsets) == [0, capacity - 2, capacity - 2, capacity + 1, 77, 77]
+        assert out.tolist() == [*plain.slots.tolist(), 77, 77, 77]
+        assert offsets.tolist() == [0, capacity - 2, capacity - 2, capacity + 1, 77, 77]
 
 
 def test_mistakes_write_nothing() -> None:
