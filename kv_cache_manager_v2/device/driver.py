@@ -124,6 +124,15 @@ class Driver(ABC):
     def synchronize(self) -> None:
         """Block the host until all queued work, file transfers included, is complete."""
 
+    def order(self, stream: Stream) -> None:
+        """Order the engine's own accesses to pages after all work queued on the stream so far.
+
+        An engine that calls it between the manager's calls of a step and its own work runs on both devices. On a GPU it does
+        nothing: the engine's kernels are queued on that stream. On the emulated device, numpy and torch on the CPU stand for
+        kernels, and know no stream: the host waits until the stream's work is complete, and gets the errors of that work.
+        """
+        return
+
     # --- work
 
     @abstractmethod

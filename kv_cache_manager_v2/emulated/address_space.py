@@ -393,3 +393,9 @@ def read_memory(address: int, nbytes: int) -> bytes:
 def write_memory(address: int, data: bytes) -> None:
     """Write bytes to an address. The caller checks the range."""
     ctypes.memmove(address, data, len(data))
+
+
+def check_size(call: str, nbytes: int) -> None:
+    """Raise LogicError for a negative size."""
+    if nbytes < 0:
+        raise LogicError(f"{call}: a negative size, {nbytes} bytes")

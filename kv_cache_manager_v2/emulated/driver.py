@@ -17,7 +17,7 @@ from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import IdentifyingDriver
 from kv_cache_manager_v2.device.file_transfers import BUFFERED_IO_THREADS, DEFAULT_TIMEOUT_S
 from kv_cache_manager_v2.device.process import PROCESS, forked_error
-from kv_cache_manager_v2.emulated.address_space import AddressSpace, read_memory, write_memory
+from kv_cache_manager_v2.emulated.address_space import AddressSpace, check_size, read_memory, write_memory
 from kv_cache_manager_v2.emulated.faults import CALLS, EFFECT_ERROR, FILE_CALLS, FaultPlan
 from kv_cache_manager_v2.emulated.files import FileTransfers
 from kv_cache_manager_v2.emulated.schedules import EagerSchedule, RandomSchedule, Schedule
@@ -297,6 +297,10 @@ class EmulatedDriver(IdentifyingDriver):
         self._begin("synchronize")
         self._wait(None)
 
+    def order(self, stream: Stream) -> None:
+        self._begin("order")
+        self._wait(self._queue("order", whole(stream, "stream")).end())
+
     def _wait(self, event: Event | None) -> None:
         """Run until the event is complete (None: all work), and raise the first error of that work."""
         if event is None or not event.complete():
@@ -312,7 +316,7 @@ class EmulatedDriver(IdentifyingDriver):
             self._begin("copy")
         queue = self._queue("copy", stream)
         if nbytes <= 0:
-            self._check_size("copy", nbytes)
+            check_size("copy", nbytes)
             return
         self._space.check_copy("copy", "destination", destination, nbytes)
         self._space.check_copy("copy", "source", source, nbytes)
@@ -331,7 +335,7 @@ class EmulatedDriver(IdentifyingDriver):
         if len(sources) != count:
             raise LogicError(f"copy_batch: {count} destinations but {len(sources)} sources")
         if count == 0 or nbytes <= 0:
-            self._check_size("copy_batch", nbytes)
+            check_size("copy_batch", nbytes)
             return
         self._space.check_batch("copy_batch", "destination", destinations, nbytes)
         self._space.check_batch("copy_batch", "source", sources, nbytes)
@@ -343,10 +347,6 @@ class EmulatedDriver(IdentifyingDriver):
         else:
             operation = CopyOperation(self._space, self._tally, destinations.copy(), sources.copy(), nbytes)
             self._schedule.submit(queue, operation)
-
-    def _check_size(self, call: str, nbytes: int) -> None:
-        if nbytes < 0:
-            raise LogicError(f"{call}: a negative size, {nbytes} bytes")
 
     def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         self._begin("launch")

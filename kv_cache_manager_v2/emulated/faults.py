@@ -29,6 +29,7 @@ CALLS: Final = (
     "host_unregister",
     "create_stream",
     "destroy_stream",
+    "order",
     "create_event",
     "destroy_event",
     "record_event",

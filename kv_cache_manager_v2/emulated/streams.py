@@ -94,6 +94,13 @@ class StreamQueue:
         """Number of complete operations. Derived from `pending`, so that removing an operation also counts it, in one step."""
         return self.submitted - len(self.pending)
 
+    def end(self) -> Event:
+        """A mark after all that was queued so far."""
+        event = Event()
+        event.queue = self
+        event.target = self.submitted
+        return event
+
     def add(self, operation: Operation) -> None:
         """Queue an operation at the end."""
         self.pending.append(operation)  # first: if interrupted here, events complete late, never early

@@ -12,6 +12,7 @@ _STREAM_AT = {  # position of the stream among a call's arguments
     "copy": 0,
     "copy_batch": 0,
     "launch": 0,
+    "order": 0,
     "wait_event": 0,
     "record_event": 1,
     "read_file": 0,

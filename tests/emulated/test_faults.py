@@ -214,6 +214,7 @@ def test_a_call_fails_with_the_exception_that_was_ordered(call: str, error: Base
             "destroy_stream": (stream,),
             "destroy_event": (event,),
             "record_event": (event, stream),
+            "order": (stream,),
             "wait_event": (stream, event),
             "query_event": (event,),
             "synchronize_event": (event,),

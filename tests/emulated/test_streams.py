@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache_manager_v2.emulated.driver import DEFAULT_STREAM, EmulatedDriver
-from kv_cache_manager_v2.errors import ConfigError, LogicError
+from kv_cache_manager_v2.errors import ConfigError, CuError, LogicError
 from kv_cache_manager_v2.ids import Stream
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
 
@@ -59,6 +59,31 @@ def test_nothing_behind_a_gate_runs_until_it_opens(schedule: str) -> None:
         assert ran == [3, 1, 2]
         r.driver.destroy_event(event)
         r.driver.destroy_event(other)
+
+
+@every_schedule
+def test_order_waits_for_one_stream_and_raises_its_errors(schedule: str) -> None:
+    """Work queued on the stream so far, and what that waits for; the work of other streams goes on pending."""
+    with rig(schedule) as r:
+        first, second, third = r.streams
+        gate = r.driver.gate(third)
+        r.fill(r.host.address(0), 7)
+        r.driver.copy(first, r.device.address(0), r.host.address(0), SLOT_BYTES)
+        event = r.driver.create_event()
+        r.driver.record_event(event, first)
+        r.driver.wait_event(second, event)
+        r.driver.copy(second, r.host.address(1), r.device.address(0), SLOT_BYTES)
+        r.driver.order(second)
+        assert r.value(r.host.address(1)) == 7
+        assert not r.is_over(third)
+        r.driver.launch(first, lambda: [].pop())
+        with pytest.raises(CuError, match="pop from empty list"):
+            r.driver.order(first)
+        r.driver.order(first)
+        with pytest.raises(LogicError, match="no stream 12345"):
+            r.driver.order(Stream(12345))
+        gate.open()
+        r.driver.destroy_event(event)
 
 
 @every_schedule

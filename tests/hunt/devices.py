@@ -18,6 +18,7 @@ STREAM_FIRST: Final = frozenset(
         "copy",
         "copy_batch",
         "launch",
+        "order",
         "wait_event",
         "read_file",
         "write_file",

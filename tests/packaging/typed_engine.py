@@ -83,6 +83,12 @@ def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> 
         scratch: kvcm.ScratchDesc | None = cache.get_scratch_desc(LayerGroupId(LifeCycleId(0)))
         converter: kvcm.PageIndexConverter = manager.get_page_index_converter(0, "key")
         assert len(converter(pages, index_mode=1, scratch=scratch)) == len(pages) * converter.expansion
+        filled: array[int] = converter(pages, 1, scratch, out=row)
+        assert filled is row
+        written: kvcm.TokenSlots = kvcm.slots_to_write([cache], 0, [0], [3], converter, 1, out=row)
+        read: kvcm.TokenSlots = kvcm.slots_to_read([cache], LayerGroupId(0), array("i", [0]), [3], offsets=array("q", [0, 0]))
+        assert written.total == read.total == len(read.slots) == 3
+        manager.driver.order(stream)
         cache.commit([1, 2, 3])
         cache.commit(accepted_input_tokens=[4], is_end=False)
         assert kvcm.resize_batch([cache], [97]) == 1
