@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
+from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
@@ -133,6 +134,7 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
+    "PlainBatchTables",
     "TokenSlots",
     "slots_to_read",
     "slots_to_write",

@@ -1,7 +1,6 @@
 """Integers in memory of the caller: arrays, numpy arrays, memoryviews, and torch tensors in host memory, pinned or not.
 
-All of them are seen as a memoryview of 32-bit or 64-bit integers, without a copy. The memoryview of a torch tensor does not keep
-the tensor alive: the caller does.
+All of them are seen as a memoryview of 32-bit or 64-bit integers, without a copy. The memoryview keeps the memory alive.
 """
 
 from __future__ import annotations
@@ -113,7 +112,8 @@ def _of_tensor(tensor: Any) -> memoryview[int]:
     if count == 0:
         return _empty(kind)
     item: int = tensor.element_size()
-    memory = (c_char * (count * item)).from_address(tensor.data_ptr())
+    memory: Any = (c_char * (count * item)).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # lives as long as the memoryview
     return _cast(memoryview(memory), kind)
 
 

@@ -50,11 +50,14 @@ class PageIndexViews:
         """Write the base page indices into `buf` from now on. None detaches the present buffer, which keeps its entries.
 
         `buf` is one-dimensional, writable, int32, and has at least `num_blocks` entries; those after the last block become
-        BAD_PAGE_INDEX. `suspend()` detaches it: set it again after `resume()`. Raises ConfigError for any other buffer.
+        BAD_PAGE_INDEX. `suspend()` detaches it: set it again after `resume()`, or use batch tables, whose rows stay. Raises
+        ConfigError for any other buffer, and for a cache that has a row of batch tables.
         """
         row = self._row(layer_group_id, beam_idx)
         self._require_open("set_base_page_index_buf()")
         if buf is None:
+            if row.table is not None:
+                raise ConfigError("buf is None, but this cache has a row of a batch table; remove it there")
             row.detach()
         else:
             row.attach(buf)

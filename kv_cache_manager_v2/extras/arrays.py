@@ -1,4 +1,4 @@
-"""numpy arrays over a layer's pages, on the emulated device.
+"""numpy arrays over a layer's pages, on the emulated device, and over batch tables.
 
 Rule: needs numpy and nothing else; the same pages as torch tensors, on both devices, are in torch.py beside this file.
 """
@@ -6,11 +6,12 @@ Rule: needs numpy and nothing else; the same pages as torch tensors, on both dev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.pages import PageOwner, locate_pages
 from kv_cache_manager_v2.ids import DataRole, LayerId
@@ -31,3 +32,11 @@ def pool_array(
     if pages.cuda_device is not None:
         raise ConfigError(f"the pages are on CUDA device {pages.cuda_device}: numpy cannot see them, use extras.torch.pool_tensor")
     return np.ndarray((pages.num_pages, *page_shape), kind, buffer=pages.host_bytes())
+
+
+class BatchTables(PlainBatchTables):
+    """`PlainBatchTables` with numpy arrays."""
+
+    def table(self, layer_group_id: SupportsIndex) -> npt.NDArray[np.int32]:
+        """The array of a layer group, of shape (max_requests, max_blocks); (max_requests, 1) for the recurrent one. No copy."""
+        return np.asarray(super().table(layer_group_id))

@@ -1,4 +1,4 @@
-"""torch tensors over a layer's pages, on both devices.
+"""torch tensors over a layer's pages, on both devices, and over batch tables.
 
 Rule: needs torch. `pool_array`, the same with numpy, can be had from here too, and is looked up only when asked for: numpy need not
 be installed.
@@ -7,18 +7,21 @@ be installed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from kv_cache_manager_v2.arguments import at_least, flag
+from kv_cache_manager_v2.batch_tables import PlainBatchTables, table_widths
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.pages import PageMemory, PageOwner, locate_pages
-from kv_cache_manager_v2.ids import DataRole, LayerId
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DataRole, LayerId
+from kv_cache_manager_v2.manager import KVCacheManager
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.extras.arrays import pool_array
 
-__all__ = ["pool_array", "pool_tensor"]
+__all__ = ["BatchTables", "pool_array", "pool_tensor"]
 
 
 class CudaBytes:
@@ -50,6 +53,26 @@ def pool_tensor(
     else:
         flat = torch.as_tensor(CudaBytes(pages), device=f"cuda:{pages.cuda_device}")
     return flat.view(dtype).view(pages.num_pages, *page_shape)
+
+
+class BatchTables(PlainBatchTables):
+    """`PlainBatchTables` with tensors in host memory, pinned if asked for, so that copies to a GPU need no wait."""
+
+    def __init__(
+        self, manager: KVCacheManager, max_requests: SupportsIndex, max_blocks: SupportsIndex, pin_memory: bool = False
+    ) -> None:
+        rows, blocks = at_least(max_requests, "max_requests", 1), at_least(max_blocks, "max_blocks", 1)
+        pinned = flag(pin_memory, "pin_memory")
+        tensors = [
+            torch.full((rows, width), BAD_PAGE_INDEX, dtype=torch.int32, pin_memory=pinned)
+            for width in table_widths(manager, blocks)
+        ]
+        super().__init__(manager, rows, blocks, tensors)
+
+    def table(self, layer_group_id: SupportsIndex) -> torch.Tensor:
+        """The tensor of a layer group, of shape (max_requests, max_blocks); (max_requests, 1) for the recurrent one."""
+        found: torch.Tensor = super().table(layer_group_id)
+        return found
 
 
 def __getattr__(name: str) -> Any:

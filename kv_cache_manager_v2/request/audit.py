@@ -6,6 +6,7 @@ An audit changes nothing. After an unexpected exception it decides whether the m
 from __future__ import annotations
 
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
+from kv_cache_manager_v2.request.batch_rows import BatchRows
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.reuse.tokens import count_tokens
@@ -30,8 +31,13 @@ def check_accounts(shared: ManagerState) -> None:
     pages: dict[int, Page] = {}
     active = sum([1 for request in shared.open.values() if request.status == ACTIVE])
     assert shared.num_active == active, (shared.num_active, active)
+    checked: list[BatchRows] = []
     for request in shared.open.values():
         _check_state(request)
+        rows = request.batch_rows
+        if rows is not None and rows not in checked:
+            rows.check_invariants()
+            checked.append(rows)
         for table in request.tables:
             for ordinal, page in enumerate(table.pages):
                 if page is None:

@@ -48,6 +48,13 @@ class SlotWriter:
         return entries
 
 
+class TableVersion:
+    """Counts the changes of all rows of one batch table."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
 class PageIndexRow:
     """Base page indices of one life cycle and beam, in the row's own array or in a buffer of the engine.
 
@@ -58,12 +65,18 @@ class PageIndexRow:
         self.own: array[int] = array("i")  # one entry per block; empty while a buffer is attached
         self.buffer: memoryview[int] | None = None  # the attached buffer, as 32-bit ints
         self.attached: object = None  # the object that the engine passed as the buffer
+        self.table: TableVersion | None = None  # of the batch table in which the buffer is a row; None if it is none
         self.length = 0  # blocks
         self.version = 0  # changes exactly when an entry, the number of blocks or the array changes
 
     def live(self) -> Sequence[int]:
         """The array in use: the engine's buffer, or the row's own."""
         return cast("Sequence[int]", self.attached) if self.buffer is not None else self.own
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self.table is not None:
+            self.table.value += 1
 
     def set(self, ordinal: int, value: int) -> None:
         """Change one entry."""
@@ -76,7 +89,7 @@ class PageIndexRow:
             if buffer[ordinal] == value:
                 return
             buffer[ordinal] = value
-        self.version += 1
+        self._changed()
 
     def append(self, value: int) -> None:
         """Append a block. The caller has checked `max_blocks`."""
@@ -89,7 +102,7 @@ class PageIndexRow:
         else:
             buffer[self.length] = value
         self.length += 1
-        self.version += 1
+        self._changed()
 
     def extend(self, values: array[int]) -> None:
         """Append blocks. The caller has checked `max_blocks`."""
@@ -104,7 +117,7 @@ class PageIndexRow:
         else:
             buffer[self.length : self.length + len(values)] = memoryview(values)
         self.length += len(values)
-        self.version += 1
+        self._changed()
 
     def truncate(self, length: int) -> None:
         """Remove the blocks from `length` on. A buffer gets BAD_PAGE_INDEX there."""
@@ -119,7 +132,7 @@ class PageIndexRow:
         else:
             buffer[length : self.length] = memoryview(bad_run(self.length - length))
         self.length = length
-        self.version += 1
+        self._changed()
 
     def fill(self, values: array[int]) -> None:
         """Replace all entries by `values`, one per block. O(blocks)."""
@@ -135,7 +148,7 @@ class PageIndexRow:
             if buffer[: self.length] == memoryview(values):
                 return
             buffer[: self.length] = memoryview(values)
-        self.version += 1
+        self._changed()
 
     def blank(self) -> None:
         """Set all entries to BAD_PAGE_INDEX."""
@@ -163,6 +176,8 @@ class PageIndexRow:
         Accepts any object with the buffer protocol, and torch tensors in host memory. Raises ConfigError before anything changes.
         """
         view = writable_integers(target, "page-index buffer", "i")
+        if self.table is not None:
+            raise ConfigError("page-index buffer: this cache has a row of a batch table; remove it there first")
         if len(view) < self.length:
             raise ConfigError(f"page-index buffer too short: {len(view)} entries for {self.length} blocks; pass a longer one")
         values = self.values()
@@ -172,14 +187,40 @@ class PageIndexRow:
         self.own = array("i")
         self.buffer = view
         self.attached = target
-        self.version += 1
+        self._changed()
 
     def detach(self) -> None:
-        """Use the row's own array again. The engine's buffer keeps its entries and is not written any more."""
-        if self.buffer is None:
+        """Use the row's own array again. The engine's buffer keeps its entries and is not written any more.
+
+        Does nothing for a row of a batch table, which stays in it.
+        """
+        if self.buffer is None or self.table is not None:
             return
         self.own = self.values()
         self.buffer.release()
         self.buffer = None
         self.attached = None
-        self.version += 1
+        self._changed()
+
+    def join(self, view: memoryview[int], table: TableVersion) -> None:
+        """Use a row of a batch table. The caller has checked that it is long enough."""
+        values = self.values()
+        self.detach()
+        view[: self.length] = memoryview(values)
+        view[self.length :] = memoryview(bad_run(len(view) - self.length))
+        self.own = array("i")
+        self.buffer = view
+        self.attached = view
+        self.table = table
+        self._changed()
+
+    def leave(self) -> None:
+        """Use the row's own array again. The row of the batch table gets BAD_PAGE_INDEX."""
+        buffer = self.buffer
+        assert buffer is not None
+        self.own = self.values()
+        buffer[: self.length] = memoryview(bad_run(self.length))
+        self._changed()
+        self.table = None
+        self.buffer = None
+        self.attached = None

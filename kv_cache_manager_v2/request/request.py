@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from operator import index
-from typing import Final, SupportsIndex
+from typing import TYPE_CHECKING, Final, SupportsIndex
 
 from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
@@ -36,6 +36,9 @@ from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.request.batch_rows import BatchRows
 
 
 class CacheStatus(IntEnum):
@@ -86,6 +89,8 @@ class Request:
         self.more_recurrent: list[RecurrentState] = []  # of the further beams
         if shared.ssm is not None:
             self.recurrent = RecurrentState(shared.ssm, shared.pool_group_of[shared.ssm.index])
+        self.batch_rows: BatchRows | None = None  # the batch tables in which the request has a row
+        self.batch_row = -1  # its number
         self.loads: PendingLoads | None = None  # file transfers in flight on which the request depends; None if there are none
         self.lost = ""  # why the request can only be closed; empty if its bytes are complete
         self.loss_reported = False  # whether a call has raised PageDataLostError
@@ -294,6 +299,8 @@ class Request:
         if recurrent is not None:
             other = self.more_recurrent[beam - 1]
             recurrent.page, other.page = other.page, recurrent.page
+            if self.batch_rows is not None:
+                self.batch_rows.publish_state(self)
         if self.tail_beam == beam:
             self.tail_beam = 0
         self.last_beam = 0

@@ -160,6 +160,8 @@ class _Start:
         shared.num_active += 1
         for table in request.tables:
             table.publish()
+        if request.batch_rows is not None:
+            request.batch_rows.publish_state(request)
         request.last_shortage = None
 
     def _install_copies(self) -> None:
@@ -232,6 +234,8 @@ def _suspend_at(request: Request, point: Point) -> None:
         hierarchy.hold_locked(page, point)
     request.status = SUSPENDED
     request.shared.num_active -= 1
+    if request.batch_rows is not None:
+        request.batch_rows.publish_state(request)
 
 
 def change_stream(request: Request, stream: Stream) -> None:
@@ -332,6 +336,8 @@ def _end_pages(request: Request, point: Point) -> None:
     """Unlock or release all pages, from the last block to the first. `point` is the end of the request's work on them."""
     hierarchy = request.shared.hierarchy
     active = request.status == ACTIVE
+    if request.batch_rows is not None:
+        request.batch_rows.remove(request)
     for table in request.tables:
         table.row.blank()
         table.row.detach()

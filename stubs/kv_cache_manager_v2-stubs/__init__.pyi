@@ -5,6 +5,7 @@ The public face: names are re-exported here and nothing is decided here. Start w
 
 from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
+from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
@@ -126,6 +127,7 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
+    "PlainBatchTables",
     "TokenSlots",
     "slots_to_read",
     "slots_to_write",

@@ -29,7 +29,8 @@ class PageIndexViews:
         """Write the base page indices into `buf` from now on. None detaches the present buffer, which keeps its entries.
 
         `buf` is one-dimensional, writable, int32, and has at least `num_blocks` entries; those after the last block become
-        BAD_PAGE_INDEX. `suspend()` detaches it: set it again after `resume()`. Raises ConfigError for any other buffer.
+        BAD_PAGE_INDEX. `suspend()` detaches it: set it again after `resume()`, or use batch tables, whose rows stay. Raises
+        ConfigError for any other buffer, and for a cache that has a row of batch tables.
         """
 
     def get_aggregated_page_indices(

@@ -20,6 +20,7 @@ from kv_cache_manager_v2 import (
     KVCacheStoredBlockData,
     KVCacheStoredData,
     LayerGroupId,
+    PlainBatchTables,
     TransferPlan,
     match_page_tables,
     page_table_of,
@@ -49,6 +50,8 @@ class Scene:
         self.closed = self.rig.create()
         self.closed.close()
         self.foreign = self._start(self.other)
+        self.tables = PlainBatchTables(self.manager, 2, 16)
+        self.tables.add(self.suspended)
         self.events.flush_iteration_events()
         self.mirror = EventMirror(self.events.snapshot_events())
         self.table: KVCachePageTable = page_table_of(self.manager)
@@ -131,6 +134,7 @@ class Scene:
             ]
         seen += [self.events.snapshot_events(), self.events.num_dropped_events, self.events.window_size_by_layer_group]
         seen += [self.mirror.next_event_id, sorted(map(repr, self.mirror.blocks)), self.plan.filled, self.plan.pairings]
+        seen += [self.tables.num_unused_rows, [self.tables.table(group).tolist() for group in range(3)]]
         seen += [self.stats.copy(), list(self.range), list(self.buffer)]
         seen += [self.driver.streams_live, self.driver.gates_live, self.driver.mapped_bytes]
         return seen

@@ -86,6 +86,7 @@ WITHOUT_STUB: Final = frozenset({"AdjustResult", "CacheStatus", "PlannedDropHand
 RECEIVERS: Final[dict[str, Callable[[Scene], object]]] = {
     "KVCacheManager": lambda scene: scene.manager,
     "KVCacheEventManager": lambda scene: scene.events,
+    "PlainBatchTables": lambda scene: scene.tables,
     "EventMirror": lambda scene: scene.mirror,
     "EmulatedDriver": lambda scene: scene.driver,
     "KVCachePageTable": lambda scene: scene.table,

@@ -89,6 +89,9 @@ def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> 
         read: kvcm.TokenSlots = kvcm.slots_to_read([cache], LayerGroupId(0), array("i", [0]), [3], offsets=array("q", [0, 0]))
         assert written.total == read.total == len(read.slots) == 3
         manager.driver.order(stream)
+        tables = kvcm.PlainBatchTables(manager, 4, 64)
+        assert len(tables.rows([cache])) == 1 if tables.add(cache) == 0 else False
+        tables.remove(cache)
         cache.commit([1, 2, 3])
         cache.commit(accepted_input_tokens=[4], is_end=False)
         assert kvcm.resize_batch([cache], [97]) == 1

@@ -39,6 +39,8 @@ FRESH = {
     "tail_beam": "the one beam has what it needs",
     "last_beam": "the one beam goes on",
     "more_recurrent": "one beam",
+    "batch_rows": "none",
+    "batch_row": "none",
     "lost": "a request that is lost cannot be forked",
     "loss_reported": "of its own calls",
     "divergence": "nothing was matched",

@@ -1,13 +1,15 @@
-"""numpy arrays over a layer's pages, on the emulated device.
+"""numpy arrays over a layer's pages, on the emulated device, and over batch tables.
 
 Rule: needs numpy and nothing else; the same pages as torch tensors, on both devices, are in torch.py beside this file.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
+import numpy as np
 import numpy.typing as npt
 
+from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.extras.pages import PageOwner
 from kv_cache_manager_v2.ids import DataRole, LayerId
 
@@ -19,3 +21,9 @@ def pool_array(
     Writing to it changes the pages, at once and outside of any stream's order: synchronise first. Raises ConfigError if a page
     has other bytes than the shape and type say, and on a CUDA device, whose memory numpy cannot see.
     """
+
+class BatchTables(PlainBatchTables):
+    """`PlainBatchTables` with numpy arrays."""
+
+    def table(self, layer_group_id: SupportsIndex) -> npt.NDArray[np.int32]:
+        """The array of a layer group, of shape (max_requests, max_blocks); (max_requests, 1) for the recurrent one. No copy."""
