@@ -39,6 +39,7 @@ DISK_GRAIN: Final = 2 * MIB
 
 _FLAGS: Final = (
     "enable_partial_reuse",
+    "allow_seq_rebasing",
     "commit_min_snapshot",
     "enable_stats",
     "commit_stats_on_close",
@@ -364,6 +365,7 @@ class KVCacheManagerConfig:
     block_key_hash: str = "blake3"  # hash function of the block keys: "blake3" or "sha256"
     strict_quota: bool = False  # raise ConfigError for a quota below its minimum, instead of raising the quota with a warning
     miss_history: int = 0  # latest drops to record for `explain_miss`; each costs the computation of a block key
+    allow_seq_rebasing: bool = True  # a commit may exchange a request's page for that of an identical cached block
     commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
 
     def __post_init__(self) -> None:

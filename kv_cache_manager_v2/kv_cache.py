@@ -159,6 +159,21 @@ class KVCache(PageIndexViews):
         self._state.text_only = wanted
 
     @property
+    def allow_seq_rebasing(self) -> bool:
+        """Whether a commit may exchange a page of this cache for that of an identical cached block.
+
+        If False, page indices of an ACTIVE cache never change, except by `suspend()` and between beams: for engines that read each
+        index once. Identical blocks that are computed side by side keep their own pages until their caches close.
+        """
+        return self._state.adopts
+
+    @allow_seq_rebasing.setter
+    def allow_seq_rebasing(self, value: bool) -> None:
+        wanted = flag(value, "allow_seq_rebasing")
+        self._require_open("allow_seq_rebasing")
+        self._state.adopts = wanted
+
+    @property
     def num_committed_tokens(self) -> int:
         """Number of committed tokens; directly after creation, the number of reused tokens."""
         return self._state.committed

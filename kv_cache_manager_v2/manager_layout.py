@@ -183,8 +183,8 @@ class ManagerLayout:
 
     @property
     def allow_seq_rebasing(self) -> bool:
-        """Whether a commit may adopt an identical block of another request: always True."""
-        return True
+        """Whether commits may adopt pages of identical cached blocks, as configured. A cache has a setting of its own."""
+        return self._config.allow_seq_rebasing
 
     @property
     def enable_partial_match(self) -> bool:

@@ -16,7 +16,7 @@ from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.growth import advance_history
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.request.snapshot import Snapshot, existing_parent, insert_tail, may_publish, parent_of
-from kv_cache_manager_v2.reuse.block import Block
+from kv_cache_manager_v2.reuse.block import Block, as_block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
 from kv_cache_manager_v2.storage.page import Page
@@ -47,7 +47,7 @@ def commit_one(request: Request, token: int, point: Point) -> None:
     word = i32(token)
     if after % request.tokens_per_block == 0:
         existing = existing_parent(request)
-        if existing is not None and existing.children is not None and existing.attached:
+        if existing is not None and existing.children is not None and existing.attached and request.adopts:
             _wait_for_existing(request, existing, [tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little")])
         parent = parent_of(request)
         write_i32_le(tail, word)
@@ -151,7 +151,7 @@ def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> 
             return None
         page = node.first
         while page is not None:
-            if page.level == 0 and node.num_pending_loads == 0 and page.ready != waited:
+            if page.level == 0 and request.adopts and node.num_pending_loads == 0 and page.ready != waited:
                 waited = page.ready
                 timeline.wait(request.stream, waited)
             page = page.next_in_block
@@ -237,7 +237,8 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
 def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
     """Use the page of an identical block in place of the request's. A colder page takes over the GPU slot of the request's page.
 
-    The stream already waits for the bytes of a page on the GPU.
+    The stream already waits for the bytes of a page on the GPU. Without adoption such a page is not used, and the request's own
+    becomes a duplicate of it.
     """
     hierarchy = request.shared.hierarchy
     if theirs.level > 0:
@@ -245,6 +246,11 @@ def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs
             return  # not replaced: a fork shares it, or its bytes depend on a load in flight
         hierarchy.merge_ready(ours, point)
         hierarchy.take_over(theirs, ours)
+    elif not request.adopts:
+        if request.loads is None:
+            hierarchy.merge_ready(ours, point)
+            request.shared.tree.add_duplicate(as_block(theirs.owner), ours)
+        return
     else:
         hierarchy.lock(theirs)
         theirs.priority = max(theirs.priority, ours.priority)

@@ -36,6 +36,7 @@ def fork(request: Request, request_id: int | None) -> Request:
     twin.path = list(request.path)
     twin.tail.write(request.tail.getvalue())
     twin.commit_allowed = request.commit_allowed
+    twin.adopts = request.adopts
     twin.text_only = request.text_only
     twin.has_digests = request.has_digests
     twin.loads = request.loads.share(request_id) if request.loads is not None else None

@@ -329,8 +329,19 @@ class _Change:
 
 
 def _is_private(page: Page) -> bool:
-    """Whether a locked page has no other user, and its bytes depend on no transfer in flight."""
-    return page.owner is None and page.locks == 1 and page.holds == 0 and page.transfers == 0 and page.plans == 0 and not page.lost
+    """Whether a locked page has no other user, and its bytes depend on no transfer in flight.
+
+    A page that was part of a cached block (its coverage is not 0) keeps its identity: it may be a duplicate.
+    """
+    return (
+        page.owner is None
+        and page.coverage == 0
+        and page.locks == 1
+        and page.holds == 0
+        and page.transfers == 0
+        and page.plans == 0
+        and not page.lost
+    )
 
 
 def shrink(request: Request, blocks: int, point: Point) -> None:

@@ -55,6 +55,7 @@ class ManagerState:
         self.debug = debug  # audit every structure after every public call
         self.max_util_for_resume: float = config.max_util_for_resume
         self.commit_min_snapshot: bool = config.commit_min_snapshot
+        self.adopts: bool = config.allow_seq_rebasing
         self.tokens_per_block: int = layout.tokens_per_block
         self.life_cycles: list[LifeCycle] = layout.life_cycles
         self.pool_group_of: list[int] = [int(group) for group in layout.pool_group_of]

@@ -99,6 +99,7 @@ class Request:
         self.path: list[Block] = []  # full committed blocks; some may have left the tree
         self.tail = BytesWriter()  # packed committed tokens of the block after `path`
         self.commit_allowed = True
+        self.adopts = shared.adopts  # whether a commit may exchange a page for that of an identical cached block
         self.text_only = False  # the user has promised not to commit digests
         self.has_digests = False  # whether digests are committed
         self.scratch = shared.scratch  # whether long prefill steps use scratch slots

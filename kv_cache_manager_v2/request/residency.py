@@ -313,6 +313,8 @@ def close(request: Request) -> None:
     if request.capacity > 0 and not request.excluded():
         shared.tuner.sample_closed(*request.mean_lengths())
     _end_pages(request, point)
+    if shared.tree.duplicates:
+        shared.tree.forget_duplicates(request.path)
     if request.tip is not None:
         shared.tree.unpin(request.tip)
         request.tip = None

@@ -67,6 +67,9 @@ class RadixTree:
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
         self.path_mask_past_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
+        self.duplicates: dict[
+            Block, list[Page]
+        ] = {}  # pages with the bytes of a block's page, private to requests that do not adopt
         self._index: KeyIndex | None = None  # made by the first look-up by key, then kept up to date
 
     def _path_mask_at(self, ordinal: int) -> int:
@@ -253,6 +256,8 @@ class RadixTree:
             return  # unlisted before, as when an ancestor was removed first
         if not block.attached:
             return
+        if self.duplicates and self._replace_by_duplicate(block, page):
+            return
         self.loss_life_cycle = page.life_cycle
         self.loss_level = page.level
         if self.life_cycles[page.life_cycle].loss_ends_path(block.ordinal):
@@ -271,6 +276,37 @@ class RadixTree:
             assert block.page(page.life_cycle) is page, "the page's owner does not list it"
             self.page_gone(block, page)
             self._unlist(page)
+
+    def add_duplicate(self, block: Block, page: Page) -> None:
+        """Record a private page with all bytes of a full block, which replaces the block's page if that is dropped or lost."""
+        if block.attached and page.owner is None:
+            page.coverage = block.num_tokens
+            self.duplicates[block] = [*self._duplicates_in_use(block), page]
+
+    def forget_duplicates(self, blocks: list[Block]) -> None:
+        """Remove records of pages that are no longer in use. O(blocks)."""
+        for block in blocks:
+            if block in self.duplicates:
+                pages = self._duplicates_in_use(block)
+                if pages:
+                    self.duplicates[block] = pages
+                else:
+                    del self.duplicates[block]
+
+    def _duplicates_in_use(self, block: Block) -> list[Page]:
+        return [page for page in self.duplicates.get(block, []) if page.alive() and page.owner is None]
+
+    def _replace_by_duplicate(self, block: Block, lost: Page) -> bool:
+        """List a duplicate in place of a page that the block has lost. Returns False if there is none."""
+        for page in self._duplicates_in_use(block):
+            if page.life_cycle == lost.life_cycle and page.transfers == 0 and not page.lost:
+                block.put_page(page)
+                self.keeper.adopt(page, block, block.num_tokens)
+                self._recount(block)
+                if self.listener is not None and block.num_pending_loads == 0 and page.level != lost.level:
+                    self.listener.page_moved(block, page.life_cycle, lost.level, page.level)
+                return True
+        return False
 
     def remove(self, block: Block) -> None:
         """Remove a block and all its descendants, then prune its ancestors. O(subtree)."""
@@ -381,6 +417,8 @@ class RadixTree:
         block.attached = False
         block.parent = None
         self.num_blocks -= 1
+        if self.duplicates:
+            self.duplicates.pop(block, None)
 
     def _unlist_all(self, pages: list[Page]) -> None:
         for page in pages:
@@ -412,6 +450,8 @@ class RadixTree:
             self._check_pages(block)
         if self._index is not None:
             self._index.check(blocks)
+        for block in self.duplicates:
+            assert block.attached, "a block with duplicates has left the tree"
 
     def _check_children(self, block: Block) -> None:
         if block.children is not None:

@@ -175,6 +175,7 @@ class KVCacheManagerConfig:
     block_key_hash: str = "blake3"
     strict_quota: bool = False
     miss_history: int = 0
+    allow_seq_rebasing: bool = True
     commit_stats_on_close: bool = False
 
     @property

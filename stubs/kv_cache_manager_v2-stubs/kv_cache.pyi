@@ -88,6 +88,16 @@ class KVCache(PageIndexViews):
         """Raises ConfigError for False if the manager has text_only=True, and for True after digests were committed."""
 
     @property
+    def allow_seq_rebasing(self) -> bool:
+        """Whether a commit may exchange a page of this cache for that of an identical cached block.
+
+        If False, page indices of an ACTIVE cache never change, except by `suspend()` and between beams: for engines that read each
+        index once. Identical blocks that are computed side by side keep their own pages until their caches close.
+        """
+
+    @allow_seq_rebasing.setter
+    def allow_seq_rebasing(self, value: bool) -> None: ...
+    @property
     def num_committed_tokens(self) -> int:
         """Number of committed tokens; directly after creation, the number of reused tokens."""
 

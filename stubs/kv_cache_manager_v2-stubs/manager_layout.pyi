@@ -114,7 +114,7 @@ class ManagerLayout:
 
     @property
     def allow_seq_rebasing(self) -> bool:
-        """Whether a commit may adopt an identical block of another request: always True."""
+        """Whether commits may adopt pages of identical cached blocks, as configured. A cache has a setting of its own."""
 
     @property
     def enable_partial_match(self) -> bool:

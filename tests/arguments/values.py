@@ -80,6 +80,7 @@ VALID: Final[Mapping[str, Maker]] = {
     # a cache
     "width": always(2),
     "KVCache.text_only.value": always(False),
+    "KVCache.allow_seq_rebasing.value": always(False),
     "KVCache.capacity.value": always(11),
     "KVCache.history_length.value": always(7),
     "KVCache.enable_swa_scratch_reuse.value": always(False),

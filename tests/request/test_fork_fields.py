@@ -16,7 +16,7 @@ from tests.support.rig import Rig, toks
 
 # the fork's is the source's; `tail` by its bytes
 COPIED = {"shared", "scope", "priority", "tokens_per_block", "committed", "history", "path", "tail", "tip"}
-COPIED |= {"commit_allowed", "text_only", "has_digests", "scratch", "next_stale"}
+COPIED |= {"adopts", "commit_allowed", "text_only", "has_digests", "scratch", "next_stale"}
 # of the fork's own lengths and pages
 DERIVED = {
     "capacity": "cut to the history",
@@ -100,6 +100,7 @@ def changed(rig: Rig) -> KVCache:
     assert cache.resize(14, 9)
     state = state_of(rig, cache)
     state.text_only = True
+    state.adopts = False
     state.scratch = not state.scratch
     return cache
 

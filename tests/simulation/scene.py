@@ -34,6 +34,7 @@ class Live:
         self.lost = False  # a call has raised PageDataLostError
         self.forked = False  # made by a fork
         self.doubt = ""  # a kernel of it found wrong bytes: then it must turn out to be lost
+        self.announced: dict[int, list[int]] = {}  # by life cycle: page indices that may not change while it runs
         self.buffers: dict[tuple[int, int], array[int]] = {}  # page-index buffers attached, by (life cycle, beam)
 
     @property
@@ -178,9 +179,19 @@ class Scene:
                     assert (slot != BAD_PAGE_INDEX) == expected, f"life cycle {number}, beam {beam}, block {block}: {row}"
                     assert slot == BAD_PAGE_INDEX or slot not in seen, f"a slot twice in {row}"
                     seen.add(slot)
+                self._check_announced(live, number, row)
                 buffer = live.buffers.get((number, beam))
                 if buffer is not None:
                     assert buffer.tolist() == row + [BAD_PAGE_INDEX] * (len(buffer) - len(row))
+
+    def _check_announced(self, live: Live, number: int, row: list[int]) -> None:
+        """Without adoption a page index does not change while the request runs: its block has it, or has left the window."""
+        if not live.active or live.model.width > 1 or live.cache.allow_seq_rebasing:
+            live.announced.clear()
+            return
+        for before, now in zip(live.announced.get(number, []), row, strict=False):
+            assert before == now or BAD_PAGE_INDEX in (before, now), f"life cycle {number}: a page was exchanged: {row}"
+        live.announced[number] = row
 
     def check(self) -> None:
         """Every structure, without disturbing anything."""

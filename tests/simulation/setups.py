@@ -66,8 +66,8 @@ class Setup:
         return (
             f"{self.shape}, {self.size} tokens a block, kinds {[str(kind) for kind in self.kinds]}, tiers {self.tiers} with about "
             f"{self.gpu_slots} GPU slots, {self.schedule} schedule, back-off {config.reuse_match_backoff}, "
-            f"partial {config.enable_partial_reuse}, snapshots {config.commit_min_snapshot}, resume up to "
-            f"{config.max_util_for_resume}"
+            f"partial {config.enable_partial_reuse}, adoption {config.allow_seq_rebasing}, "
+            f"snapshots {config.commit_min_snapshot}, resume up to {config.max_util_for_resume}"
         )
 
 
@@ -99,6 +99,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         reuse_match_backoff=random.choice((0, 0, 0, 1, 2, size + 1)),
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
         commit_min_snapshot="ssm" in shape or shape == "min snapshot",
+        allow_seq_rebasing=seed // len(SHAPES) % 3 > 0,
         rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,
         rebalance_target_ratio_update_interval=2,
