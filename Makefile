@@ -95,15 +95,15 @@ demo: $(ENV) $(COMPILED)  ## the example: two small models served from our pages
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py --model hybrid
 
 .PHONY: bench
-bench: $(ENV) $(VENV)/stamp-bench $(PURE) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
+bench: $(ENV) $(VENV)/stamp-bench $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
 	$(BIN)/python -m bench $(BENCH)
 
 .PHONY: bench-quick
-bench-quick: $(ENV) $(PURE) $(COMPILED)  ## the same at small sizes, in under a minute: whether it runs, not how fast
+bench-quick: $(ENV) $(COMPILED)  ## the same at small sizes, in under a minute: whether it runs, not how fast
 	$(BIN)/python -m bench --quick
 
 .PHONY: bench-ab
-bench-ab: $(ENV) $(PURE) $(COMPILED)  ## a simulated engine around the manager, 100,000 requests on each build (AB="--requests 5000")
+bench-ab: $(ENV) $(COMPILED)  ## a simulated engine around the manager, 100,000 requests on each build (AB="--requests 5000")
 	$(BIN)/python -m bench.ab $(AB)
 
 .PHONY: bench-against
@@ -111,7 +111,7 @@ bench-against: $(ENV) $(COMPILED)  ## this tree beside another checkout with a b
 	$(BIN)/python -m bench.against $(OTHER)
 
 .PHONY: bench-peers
-bench-peers: $(ENV) $(PURE) $(COMPILED)  ## other cache managers beside ours; PEERS names the folder with the scripts that drive them
+bench-peers: $(ENV) $(COMPILED)  ## other cache managers beside ours; PEERS names the folder with the scripts that drive them
 	$(BIN)/python -m bench.peers --scripts $(PEERS)
 
 .PHONY: test-cuda

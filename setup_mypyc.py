@@ -29,8 +29,18 @@ STUBS: Final = Path("stubs") / f"{PACKAGE}-stubs"  # the public modules' .pyi; c
 # These stay interpreted. Adapters to packages that may be absent or untyped, and the command line: no compiled module imports them
 # when it is imported itself. Errors and configuration: users subclass them, and mypyc knows no subclass of a class of its own that
 # is not native: isinstance() is False there and a method refuses it. `_introspection`: a compiled module asks its own `__getattr__`
-# for `__file__` before its names exist, and crashes. Nothing in these three files runs in a step.
-INTERPRETED: Final = ("__main__.py", "_introspection.py", "cli/", "config.py", "errors.py", "extras/")
+# for `__file__` before its names exist, and crashes. `__init__` and `backend`: they choose the build. None of these files runs in a
+# step.
+INTERPRETED: Final = (
+    "__init__.py",
+    "__main__.py",
+    "_introspection.py",
+    "backend.py",
+    "cli/",
+    "config.py",
+    "errors.py",
+    "extras/",
+)
 
 
 def compiled_modules(root: Path) -> list[str]:

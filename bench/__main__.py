@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.builds import BUILDS, NAMES, ROOT, WorkerFailedError, missing_builds
+from bench.builds import BUILDS, ROOT, WorkerFailedError, is_built
 from bench.catalogue import OPERATIONS
 from bench.clock import Clock
 from bench.copies import copies_table, measure_copies
@@ -84,9 +84,8 @@ def main() -> int:
     if wrong:
         parser.error(f"no such part: {', '.join(wrong)}; there are {', '.join(PARTS)}")
     options.builds = tuple(options.builds or BUILDS)
-    missing = [NAMES[build] for build in missing_builds() if build in options.builds]
-    if missing:
-        parser.error(f"the {' and '.join(missing)} build is not there: run `make bench`")
+    if not is_built():
+        parser.error("the package is not built: run `make bench`")
     if options.out is None:
         whole = not (options.quick or options.only or options.device or options.builds != BUILDS)
         options.out = RESULTS if whole else ROOT / "build" / "bench"

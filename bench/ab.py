@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.builds import BUILDS, NAMES, ROOT, WorkerFailedError, missing_builds, run_worker
+from bench.builds import BUILDS, NAMES, ROOT, WorkerFailedError, is_built, run_worker
 from bench.clock import Clock
 from bench.machine import describe
 from bench.results import heading, percentile, write
@@ -92,8 +92,8 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.requests, options.open, options.shifts) < 1:
         parser.error("there is nothing to serve: --requests, --open and --shifts are at least 1")
-    if missing_builds():
-        parser.error("the builds are not there: run `make bench-ab`")
+    if not is_built():
+        parser.error("the package is not built: run `make bench-ab`")
     whole = options.requests >= 100_000 and options.open >= 1000
     out = options.out or (ROOT / "bench" / "results" if whole else ROOT / "build" / "bench")
     machine = describe()

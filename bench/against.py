@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import pyperf
 
-from bench.builds import BUILD_VARIABLE, BUILDS, ROOT, WorkerFailedError
+from bench.builds import BUILD_VARIABLE, BUILDS, NAMES, ROOT, WorkerFailedError
 from bench.catalogue import OPERATIONS
 from bench.clock import Clock
 from bench.machine import describe
@@ -62,7 +62,8 @@ def measure_one(checkout: Path, build: str, title: str, output: Path) -> float:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(directory), str(checkout)]),
-        BUILD_VARIABLE: build,
+        BUILD_VARIABLE: NAMES[build],
+        "KVCM_BENCH_BUILD": build,  # the same for the workers of older checkouts
         "PYTHONHASHSEED": "0",
     }
     command = [sys.executable, "-m", "bench.worker", title, "--output", str(output)]

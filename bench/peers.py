@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.builds import ROOT, WorkerFailedError, missing_builds
+from bench.builds import ROOT, WorkerFailedError, is_built
 from bench.clock import Clock
 from bench.machine import describe
 from bench.micro import measure_row
@@ -170,8 +170,8 @@ def main() -> int:
     if not scripts.is_dir():
         print("bench-peers: SKIPPED, no folder with the peers' scripts; name it with PEERS=path")
         return 0
-    if missing_builds():
-        parser.error("the builds are not there: run `make bench-peers`")
+    if not is_built():
+        parser.error("the package is not built: run `make bench-peers`")
     clock = Clock()
     machine = describe()
     theirs: dict[str, list[Figure]] = {"vllm": [], "sglang": []}

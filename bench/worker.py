@@ -14,14 +14,13 @@ import pyperf
 from bench.builds import BUILD_VARIABLE
 from bench.catalogue import OPERATIONS, Operation
 from bench.growth_axes import growth_operation
-from kv_cache_manager_v2.build import COMPILED
+from kv_cache_manager_v2.backend import BACKEND
 
 
 def check_build() -> None:
     expected = os.environ.get(BUILD_VARIABLE)
-    found = "compiled" if COMPILED else "pure"
-    if expected != found:
-        sys.exit(f"bench.worker: started for the {expected} build, but PYTHONPATH leads to the {found} one")
+    if expected != BACKEND:
+        sys.exit(f"bench.worker: {BUILD_VARIABLE} is {expected}, but the package runs {BACKEND}")
 
 
 def measure(operation: Operation, quick: bool, device: str, values: int, warmups: int, output: str) -> None:

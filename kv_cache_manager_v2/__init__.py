@@ -5,6 +5,10 @@ The public face: names are re-exported here and nothing is decided here. Start w
 
 from __future__ import annotations
 
+from kv_cache_manager_v2.backend import BACKEND  # before all others: it chooses the build of every other module
+
+# isort: split
+
 from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.batch_tables import PlainBatchTables
@@ -23,7 +27,7 @@ from kv_cache_manager_v2.config import (
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.diagnostics import BACKEND, NDEBUG, num_live_managers, poison_reason, take_poison
+from kv_cache_manager_v2.diagnostics import NDEBUG, num_live_managers, poison_reason, take_poison
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, ExpandedBuffer
 from kv_cache_manager_v2.disagg.page_matching import TransferPlan, match_page_tables
 from kv_cache_manager_v2.disagg.page_table import KVCachePageTable, page_table_of

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.request.call import poison_of, take_poison_of
 from kv_cache_manager_v2.request.live_managers import LIVE
 
-BACKEND: Final[str] = "mypyc" if COMPILED else "python"  # how this package runs
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")  # if one is set to 1, every public call checks every structure
 
 

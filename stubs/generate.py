@@ -94,7 +94,10 @@ class Generator:
 
     def constant(self, node: ast.AnnAssign) -> ast.stmt:
         """Aliases and literals stay as they are; of another value the type is told."""
-        if ast.unparse(node.annotation) != "Final" or _is_literal(node.value):
+        annotation = ast.unparse(node.annotation)
+        if annotation.startswith("Final[") and not _is_literal(node.value):
+            return ast.AnnAssign(node.target, node.annotation, None, 1)
+        if annotation != "Final" or _is_literal(node.value):
             return node
         if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
             kind = node.value.func.id  # a NewType, or a class

@@ -3,7 +3,7 @@
 from typing import Final, NamedTuple
 
 VERSION: Final = "0.1.0"
-COMPILED: Final[bool] = not __file__.endswith(".py")
+COMPILED: Final[bool]
 
 class BuildInfo(NamedTuple):
     """The result of `build_info`."""

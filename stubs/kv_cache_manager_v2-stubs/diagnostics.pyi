@@ -2,15 +2,12 @@
 
 from typing import Final
 
-from kv_cache_manager_v2.build import COMPILED
-
-BACKEND: Final[str] = "mypyc" if COMPILED else "python"
 DEBUG_VARIABLES: Final = ("KVCM_DEBUG", "TLLM_DEBUG_MODE")
 
 def debug_wanted() -> bool:
     """Whether the environment turns on checks of every structure after every public call."""
 
-NDEBUG: Final[bool] = not debug_wanted()
+NDEBUG: Final[bool]
 
 def num_live_managers() -> int:
     """Managers of this process that are not shut down yet."""

@@ -15,9 +15,11 @@ from tests.packaging.helpers import ROOT, CleanEnvironment, built_wheel
 
 PACKAGE = "kv_cache_manager_v2"
 INTERPRETED = (
+    "__init__.py",
     "__main__.py",
     "cli/",
     "_introspection.py",
+    "backend.py",
     "config.py",
     "errors.py",
     "extras/",

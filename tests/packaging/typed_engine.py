@@ -195,7 +195,7 @@ def errors() -> tuple[type[kvcm.KVCacheError], ...]:
 
 def main(folder: str) -> None:
     info: kvcm.BuildInfo = kvcm.build_info()
-    assert (BACKEND == "mypyc") == info.compiled
+    assert (BACKEND == "compiled") == info.compiled
     assert NDEBUG in (True, False)
     config = configuration(folder, 64)
     sizes: kvcm.SizingTable = kvcm.explain_sizing(config)

@@ -17,7 +17,7 @@ from kv_cache_manager_v2.events.records import BlockHash
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 
 V1_BLOCK_KEY: Final = "v1_block_key"
-HASH_ALGORITHMS: Final[tuple[str, ...]] = (V1_BLOCK_KEY, "v2_sha256", "v2_sha256_64", "v2_blake3", "v2_blake3_64", "auto")
+HASH_ALGORITHMS: Final[tuple[str, ...]]
 BlockName: TypeAlias = int | bytes
 
 class HashedBlock:
