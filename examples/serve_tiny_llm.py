@@ -90,7 +90,7 @@ def main() -> int:
         engine = make_engine(model, manager, driver)
         engine.serve(make_workload(options.seed, NUM_CONVERSATIONS, NUM_TURNS, BEAM_WIDTH if shape.recurrent else 1))
         served = time.perf_counter()
-        tiers = [TIER_NAMES[config.tier] for config in manager.cache_tier_list]
+        tiers = [TIER_NAMES[tier] for tier in manager.cache_tier_list]
         print(conversation_table(engine.stats, tiers))
         print(movement_lines(manager, tiers))
         if engine.beam_searches:

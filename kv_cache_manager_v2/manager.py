@@ -33,7 +33,7 @@ from kv_cache_manager_v2.default_device import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.diagnostics import debug_wanted
-from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError
+from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import (
@@ -119,6 +119,8 @@ class KVCacheManager(ManagerStatistics):
         shared.guard = guard
         self._event_manager = listener
         self._history = history
+        self._last_resize: ResizeResult | None = None
+        self._last_adjustment: AdjustResult | None = None
         self._tree = tree
         self._tuner = tuner
         super().__init__(config, device, hierarchy, shared)
@@ -304,8 +306,8 @@ class KVCacheManager(ManagerStatistics):
 
     # --- memory
 
-    def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> ResizeResult:
-        """Change the quota of a level, in bytes. All or nothing: the result is true, or says why not.
+    def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> bool:
+        """Change the quota of a level, in bytes. All or nothing: if it is False, `last_resize` says why.
 
         Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
         suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
@@ -323,7 +325,13 @@ class KVCacheManager(ManagerStatistics):
             result = resize_quota(self._hierarchy, level, size, weights, yielding)
             if result.ok and self._hierarchy.sizings[level] is not current:
                 self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
-        return result
+            self._last_resize = result
+        return result.ok
+
+    @property
+    def last_resize(self) -> ResizeResult | None:
+        """What the last `resize` did, or why it was refused; None before the first."""
+        return self._last_resize
 
     @property
     def need_adjustment(self) -> bool:
@@ -335,10 +343,11 @@ class KVCacheManager(ManagerStatistics):
         with self._shared.lock:
             return self._tuner.need_adjustment()
 
-    def adjust(self) -> AdjustResult:
+    def adjust(self) -> None:
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
-        All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
+        Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
+        do not fit. `last_adjustment` says what was done. Raises LogicError while a cache is ACTIVE.
         """
         self._wait_for_transfers("adjust()")
         with self._shared.lock, Call(self._shared, "adjust()"):
@@ -354,7 +363,14 @@ class KVCacheManager(ManagerStatistics):
                 for level in levels:
                     self._tuner.set_sizing(level, self._hierarchy.sizings[level])
             self._tuner.adjusted(now)
-        return result
+            self._last_adjustment = result
+        if not result.ok:
+            raise OutOfPagesError(f"adjust(): {result.levels[-1].reason}")
+
+    @property
+    def last_adjustment(self) -> AdjustResult | None:
+        """What the last `adjust` did on each level, or why it was refused; None before the first."""
+        return self._last_adjustment
 
     @property
     def event_manager(self) -> CacheListener | None:

@@ -15,12 +15,13 @@ from kv_cache_manager_v2.arguments import (
     text,
     whole,
 )
-from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
+from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc, aggregate, pool_group_descs
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
+    CacheTier,
     DataRole,
     LayerGroupId,
     LayerId,
@@ -55,9 +56,9 @@ class ManagerLayout:
     # --- memory
 
     @property
-    def cache_tier_list(self) -> list[CacheTierConfig]:
-        """The configured tiers, warm to cold; the position is the cache level."""
-        return list(self._config.cache_tiers)
+    def cache_tier_list(self) -> list[CacheTier]:
+        """The kind of memory of each cache level. `init_config.cache_tiers` has the configured quotas."""
+        return [tier_config.tier for tier_config in self._config.cache_tiers]
 
     @property
     def movement(self) -> MovementCounters:

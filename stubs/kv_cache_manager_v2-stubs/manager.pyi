@@ -120,14 +120,18 @@ class KVCacheManager(ManagerStatistics):
         call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches.
         """
 
-    def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> ResizeResult:
-        """Change the quota of a level, in bytes. All or nothing: the result is true, or says why not.
+    def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> bool:
+        """Change the quota of a level, in bytes. All or nothing: if it is False, `last_resize` says why.
 
         Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
         suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
         leaves the larger of 1 GiB and 5 % of the available memory free. Raises LogicError while a cache is ACTIVE, ConfigError for
         an unknown level.
         """
+
+    @property
+    def last_resize(self) -> ResizeResult | None:
+        """What the last `resize` did, or why it was refused; None before the first."""
 
     @property
     def need_adjustment(self) -> bool:
@@ -137,11 +141,16 @@ class KVCacheManager(ManagerStatistics):
         with equal histories of requests get equal answers.
         """
 
-    def adjust(self) -> AdjustResult:
+    def adjust(self) -> None:
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
-        All levels or none: the result is true, or says why not. Restarts the cooldown. Raises LogicError while a cache is ACTIVE.
+        Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
+        do not fit. `last_adjustment` says what was done. Raises LogicError while a cache is ACTIVE.
         """
+
+    @property
+    def last_adjustment(self) -> AdjustResult | None:
+        """What the last `adjust` did on each level, or why it was refused; None before the first."""
 
     @property
     def event_manager(self) -> CacheListener | None:

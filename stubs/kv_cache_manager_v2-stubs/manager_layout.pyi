@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
+from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.disagg.aggregation import AggregatedPageDesc
-from kv_cache_manager_v2.ids import DataRole, LayerGroupId, LayerId, PageIndexMode
+from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerGroupId, LayerId, PageIndexMode
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter
 from kv_cache_manager_v2.layout.pools import BufferId, PoolGroupDesc
 from kv_cache_manager_v2.layout.tuning import Tuner
@@ -23,8 +23,8 @@ class ManagerLayout:
         """Internal state of the manager, for `introspection` and tests. Not part of the public interface."""
 
     @property
-    def cache_tier_list(self) -> list[CacheTierConfig]:
-        """The configured tiers, warm to cold; the position is the cache level."""
+    def cache_tier_list(self) -> list[CacheTier]:
+        """The kind of memory of each cache level. `init_config.cache_tiers` has the configured quotas."""
 
     @property
     def movement(self) -> MovementCounters:

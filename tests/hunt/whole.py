@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from kv_cache_manager_v2 import PageDataLostError, commit_batch, resize_batch
+from kv_cache_manager_v2 import OutOfPagesError, PageDataLostError, commit_batch, resize_batch
 from tests.hunt.base import MAX_BLOCKS, SCOPES, Found
 from tests.hunt.growth import RequestGrowth
 
@@ -168,9 +168,16 @@ class WholeManager(RequestGrowth):
 
     def adjust(self) -> None:
         if self._suspend_all():
-            result = self.attempt(None, self.manager.adjust)
+            result = self.attempt(None, self._adjusted)
             self.outcomes["adjusted" if result else "not adjusted"] += 1
             self.map()
+
+    def _adjusted(self) -> bool:
+        try:
+            self.manager.adjust()
+        except OutOfPagesError:
+            return False
+        return True
 
     def clear(self) -> None:
         for request in list(self.open):

@@ -58,11 +58,17 @@ def values(scene: Scene) -> dict[str, object]:
         "scope": kvcm.ReuseScope(1, 2),
         "item": kvcm.MmItemContext(bytes(32), "name"),
         "shortage": kvcm.Shortage(1, 0, 3, False, True),
-        "resize result": manager.resize(1, manager.get_quota(1)),
-        "refused resize": manager.resize(1, 1),
+        "resize result": resized(manager, manager.get_quota(1)),
+        "refused resize": resized(manager, 1),
         "adjust result": kvcm.AdjustResult([kvcm.ResizeResult(0, [1], [2])]),
         "build": kvcm.build_info(),
     }
+
+
+def resized(manager: kvcm.KVCacheManager, quota: int) -> kvcm.ResizeResult | None:
+    """What a resize of the host tier did."""
+    manager.resize(1, quota)
+    return manager.last_resize
 
 
 def refused(scene: Scene) -> dict[str, object]:

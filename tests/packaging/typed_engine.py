@@ -148,15 +148,17 @@ def numbers(manager: kvcm.KVCacheManager) -> None:
     assert len(iteration) + len(snapshots) + len(by_level) >= 0
     manager.mark_stats_dirty(5)
     manager.clear_stats_dirty(kv_cache_id=5)
-    assert manager.cache_tier_list[0].tier is kvcm.CacheTier.GPU_MEM
+    assert manager.cache_tier_list[0] is kvcm.CacheTier.GPU_MEM
     report: kvcm.MissReport = manager.explain_miss(None, [1, 2, 3])
     assert report.cause is not kvcm.MissCause.DROPPED
     assert kvcm.PageStatus.HELD.name == "HELD"
     assert Priority(PRIORITY_DEFAULT) > 0
-    resized = manager.resize(1, 32 * MIB, best_efforts=True)
-    adjusted = manager.adjust()
-    assert isinstance(resized, kvcm.ResizeResult)
-    assert isinstance(adjusted, kvcm.AdjustResult)
+    assert manager.resize(1, 32 * MIB, best_efforts=True)
+    manager.adjust()
+    resized: kvcm.ResizeResult | None = manager.last_resize
+    adjusted: kvcm.AdjustResult | None = manager.last_adjustment
+    assert resized
+    assert adjusted
 
 
 def events(manager: kvcm.KVCacheManager, stream: kvcm.KVCacheEventManager) -> None:

@@ -50,7 +50,7 @@ def test_equal_histories_give_equal_decisions(seed: int) -> None:
             needed = manager.need_adjustment
             trace.append((number, needed))
             if needed:
-                assert manager.adjust()
+                manager.adjust()
                 trace.append([desc.num_slots for desc in manager.pool_group_descs])
         traces.append(trace)
         manager.shutdown()

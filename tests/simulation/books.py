@@ -181,7 +181,7 @@ class Books:
     def _check_movement(self) -> None:
         """The readings, summed up, are the movement tables."""
         movement = self.manager.movement
-        tiers = [config.tier for config in self.manager.cache_tier_list]
+        tiers = self.manager.cache_tier_list
         for of, read in enumerate(self.read):
             moved, dropped = movement.moved[of], movement.dropped[of]
             assert read.iter_onboard_blocks == sum(row[0] for row in moved[1:])

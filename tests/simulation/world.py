@@ -15,7 +15,6 @@ from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCache
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from kv_cache_manager_v2.storage.resize import AdjustResult
 from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
@@ -414,20 +413,28 @@ class World(Scene):
         assert best_efforts or now >= quota
         return self.count("quota", "grown" if now > was else "shrunk" if now < was else "same", now)
 
+    def _adjusted(self) -> bool:
+        try:
+            self.manager.adjust()
+        except OutOfPagesError:
+            return False
+        return True
+
     def adjust(self, check: bool) -> str:
         assert not any(live.active for live in self.live)
         before = self.fingerprint(None) if check and self.calm() else None
         self.now += 1.0
         needed = self.manager.need_adjustment
         sizes = self.inside.sizes()
-        failure, result = self.attempt(None, "adjust", self.manager.adjust)
+        failure, result = self.attempt(None, "adjust", self._adjusted)
         self.engine.remap()
         if failure:
             return failure
         if not result:
-            assert isinstance(result, AdjustResult)
+            refused = self.manager.last_adjustment
+            assert refused is not None
             assert sizes == self.inside.sizes(), "an adjustment that was refused left another size"
-            tried = any(level.ok and level.old_slots != level.new_slots for level in result.levels)  # and undone: pages had to go
+            tried = any(level.ok and level.old_slots != level.new_slots for level in refused.levels)  # and undone: pages had to go
             assert before is None or tried or before == self.fingerprint(None), "an adjustment that was refused changed something"
             return self.count("adjust", "refused")
         changed = before is not None and before != self.fingerprint(None)

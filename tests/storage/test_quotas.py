@@ -47,8 +47,7 @@ def test_quotas_shrink_and_grow_under_suspended_requests(tmp_path: object) -> No
         second.prefill(toks(500_000, 500_704), 352)
         second.suspend()
         for level, quota in ((GPU, 32), (HOST, 16), (DISK, 32)):
-            result = rig.manager.resize(level, quota * MIB)
-            assert result, result
+            assert rig.manager.resize(level, quota * MIB), rig.manager.last_resize
             assert rig.manager.get_quota(level) <= quota * MIB
         assert first.resume()
         first.check()
@@ -98,11 +97,14 @@ def test_a_shrink_that_does_not_fit(best_efforts: bool) -> None:
         assert request.advance(toks(0, 32 * 10))
         request.suspend()
         before = inside.all_counts(rig.manager)
-        result = rig.manager.resize(GPU, 4 * MIB, best_efforts)
-        assert not result
+        nothing: object = rig.manager.last_resize
+        assert nothing is None
+        assert rig.manager.resize(GPU, 4 * MIB, best_efforts) is False
+        result = rig.manager.last_resize
+        assert result is not None
         assert result.reason
         assert (rig.manager.get_quota(GPU), inside.all_counts(rig.manager)) == (16 * MIB, before)
-        assert rig.manager.resize(GPU, 6 * MIB, best_efforts)
+        assert rig.manager.resize(GPU, 6 * MIB, best_efforts) is True
         assert rig.manager.get_quota(GPU) == 6 * MIB
         assert request.resume()
         request.check()
@@ -119,7 +121,7 @@ def test_a_growth_that_the_device_refuses(chunks: int, best_efforts: bool) -> No
         request.suspend()
         rig.driver.fail("create_chunk", chunks + 1, None)
         try:
-            done = bool(rig.manager.resize(GPU, 16 * MIB, best_efforts))
+            done = rig.manager.resize(GPU, 16 * MIB, best_efforts)
         except MemoryError:
             done = False
         quota = rig.manager.get_quota(GPU)
@@ -155,10 +157,11 @@ def test_best_efforts_leave_host_memory_free() -> None:
 
 
 def test_a_quota_below_the_minimum_changes_nothing() -> None:
-    """The result is false and says why."""
+    """`last_resize` says why."""
     with Rig(model([attention(0, 512 * KIB, window=128)], gpu=16 * MIB)) as rig:
-        result = rig.manager.resize(GPU, MIB)
-        assert not result
+        assert not rig.manager.resize(GPU, MIB)
+        result = rig.manager.last_resize
+        assert result is not None
         assert "minimum" in result.reason
         assert rig.manager.get_quota(GPU) == 16 * MIB
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kv_cache_manager_v2 import OutOfPagesError
 from kv_cache_manager_v2.config import LayerConfig
 from tests.support.engine import Token
 from tests.support.models import KIB, MIB, attention, model
@@ -71,7 +72,7 @@ def test_pools_follow_the_requests() -> None:
         assert not due(rig)  # the cooldown runs from the start
         clock.now += 61
         assert due(rig)
-        assert rig.manager.adjust()
+        rig.manager.adjust()
         after = totals(rig)
         assert after[0] > before[0]
         assert after[1] < before[1]
@@ -99,7 +100,7 @@ def test_content_survives_a_rebalance(skew: float) -> None:
         rig.manager.tuner.set_gpu_weights([weight / sum(wanted) for weight in wanted])
         clock.now += 61
         assert due(rig)
-        assert rig.manager.adjust()
+        rig.manager.adjust()
         after = totals(rig)
         assert (after[0] > before[0], after[1] < before[1]) == (skew > 1, skew > 1)
         assert live.resume()
@@ -107,6 +108,34 @@ def test_content_survives_a_rebalance(skew: float) -> None:
         again = rig.start(tokens)
         assert len(again.tokens) > 0
         again.check()
+
+
+def test_an_adjustment_that_does_not_fit_is_an_error() -> None:
+    """Pages of suspended requests need the slots that would go: OutOfPagesError, and every level is as it was."""
+    rig, clock = rebalanced(two_windows())
+    with rig:
+        request = rig.start()
+        request.prefill(toks(0, 32 * 3000), 3200)
+        request.suspend()
+        before = totals(rig)
+        rig.manager.tuner.num_samples = 1000
+        rig.manager.tuner.set_gpu_weights([0.9, 0.1])
+        clock.now += 61
+        assert due(rig)
+        nothing: object = rig.manager.last_adjustment
+        assert nothing is None
+        with pytest.raises(OutOfPagesError, match="pages of pool group 1 on level 0 and colder must be kept"):
+            rig.manager.adjust()
+        refused = rig.manager.last_adjustment
+        assert refused is not None
+        assert not refused
+        assert totals(rig) == before
+        assert not due(rig)  # the cooldown starts again
+        request.close()
+        rig.manager.tuner.set_gpu_weights([0.5, 0.5])
+        rig.manager.adjust()
+        assert rig.manager.last_adjustment
+        assert totals(rig) != before
 
 
 def test_equal_histories_give_equal_decisions() -> None:
@@ -121,7 +150,7 @@ def test_equal_histories_give_equal_decisions() -> None:
                 clock.now += 61
                 decisions.append(due(rig))
                 if decisions[-1]:
-                    assert rig.manager.adjust()
+                    rig.manager.adjust()
                 decisions.append(totals(rig) == totals(rig))
                 decisions += [count > 0 for count in totals(rig)]
             results.append((decisions, totals(rig)))
