@@ -33,12 +33,10 @@ from kv_cache_manager_v2.default_device import default_driver
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.diagnostics import debug_wanted
-from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.errors import ConfigError, CorruptedError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
 from kv_cache_manager_v2.guarded_listener import GuardedListener
-from kv_cache_manager_v2.ids import (
-    CacheLevel,
-)
+from kv_cache_manager_v2.ids import CacheLevel, Point
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
@@ -62,7 +60,8 @@ from kv_cache_manager_v2.statistics import (
     MovementCounters,
 )
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
-from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult, resize_levels, resize_quota
+from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
+from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
 
 _log: Final = logging.getLogger(__name__)
 
@@ -290,7 +289,8 @@ class KVCacheManager(ManagerStatistics):
         """Free all memory. Idempotent. Raises LogicError, with nothing changed, while a cache is open.
 
         Waits for file transfers first, without the lock, so other threads can still call the manager. If the device refuses a
-        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches.
+        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches. Raises LogicError
+        also while `resize` or `adjust` waits on another thread.
         """
         shared = self._shared
         with shared.lock:
@@ -311,22 +311,31 @@ class KVCacheManager(ManagerStatistics):
 
         Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
         suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
-        leaves the larger of 1 GiB and 5 % of the available memory free. Raises LogicError while a cache is ACTIVE, ConfigError for
-        an unknown level.
+        leaves the larger of 1 GiB and 5 % of the available memory free. Where the level's slots are still in use by the device,
+        waits without the lock, so other threads can call the manager; also pages that they use meanwhile are kept. Raises
+        LogicError while a cache is ACTIVE, ConfigError for an unknown level.
         """
         level = self._level(cache_level)
         size = at_least(quota, "quota", 1)
         yielding = flag(best_efforts, "best_efforts")
-        self._wait_for_transfers("resize()")
         with self._shared.lock, Call(self._shared, "resize()"):
             self._require_all_suspended("resize()")
-            current = self._hierarchy.sizings[level]
-            weights = self._tuner.target_weights(CacheLevel(level))
-            result = resize_quota(self._hierarchy, level, size, weights, yielding)
-            if result.ok and self._hierarchy.sizings[level] is not current:
-                self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
-            self._last_resize = result
+            change = QuotaResize(self._hierarchy, level, size, self._tuner.target_weights(CacheLevel(level)), yielding)
+        result = self._attempt_resize(change, level)
+        while result is None:
+            self._wait("resize()", change.pending)
+            result = self._attempt_resize(change, level)
         return result.ok
+
+    def _attempt_resize(self, change: QuotaResize, level: int) -> ResizeResult | None:
+        with self._shared.lock, Call(self._shared, "resize()"):
+            current = self._hierarchy.sizings[level]
+            result = change.attempt()
+            if result is not None:
+                self._last_resize = result
+                if result.ok and self._hierarchy.sizings[level] is not current:
+                    self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
+        return result
 
     @property
     def last_resize(self) -> ResizeResult | None:
@@ -347,25 +356,52 @@ class KVCacheManager(ManagerStatistics):
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
         Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
-        do not fit. `last_adjustment` says what was done. Raises LogicError while a cache is ACTIVE.
+        do not fit. `last_adjustment` says what was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
         """
-        self._wait_for_transfers("adjust()")
         with self._shared.lock, Call(self._shared, "adjust()"):
             self._require_all_suspended("adjust()")
             now = self._tuner.clock()  # first: an engine's clock may raise
-            levels = [CacheLevel(level) for level in range(self._hierarchy.num_levels)]
             targets = [
                 self._tuner.target_sizing(level) if self._tuner.mismatched(level) else self._hierarchy.sizings[level]
-                for level in levels
+                for level in [CacheLevel(level) for level in range(self._hierarchy.num_levels)]
             ]
-            result = AdjustResult(resize_levels(self._hierarchy, targets))
-            if result.ok:
-                for level in levels:
-                    self._tuner.set_sizing(level, self._hierarchy.sizings[level])
-            self._tuner.adjusted(now)
-            self._last_adjustment = result
+            change = LevelsResize(self._hierarchy, targets)
+        try:
+            result = self._attempt_adjust(change, now)
+            while result is None:
+                self._wait("adjust()", change.pending)
+                result = self._attempt_adjust(change, now)
+        except BaseException:
+            if change.go_back():
+                self._restore_levels(change)
+            raise
         if not result.ok:
             raise OutOfPagesError(f"adjust(): {result.levels[-1].reason}")
+
+    def _restore_levels(self, change: LevelsResize) -> None:
+        """After an exception in `adjust`, restore the old sizes. Errors are logged, so that the first one is seen."""
+        try:
+            while not self._attempt_restoring(change):
+                self._wait("adjust()", change.pending)
+        except BaseException as error:
+            _log.error("adjust() could not restore the size of every level: %r", error)
+
+    def _attempt_restoring(self, change: LevelsResize) -> bool:
+        with self._shared.lock, Call(self._shared, "adjust()"):
+            return change.attempt() is not None
+
+    def _attempt_adjust(self, change: LevelsResize, now: float) -> AdjustResult | None:
+        with self._shared.lock, Call(self._shared, "adjust()"):
+            results = change.attempt()
+            if results is None:
+                return None
+            result = AdjustResult(results)
+            if result.ok:
+                for level in range(self._hierarchy.num_levels):
+                    self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
+            self._tuner.adjusted(now)
+            self._last_adjustment = result
+        return result
 
     @property
     def last_adjustment(self) -> AdjustResult | None:
@@ -423,19 +459,16 @@ class KVCacheManager(ManagerStatistics):
         if held_twice(shared.mutex):
             raise LogicError(shared.nested_call_error(call))
 
-    def _wait_for_transfers(self, call: str) -> None:
-        """Wait until file transfers in flight have ended, without the lock, so that other threads can call the manager."""
+    def _wait(self, call: str, points: list[Point]) -> None:
+        """Wait for points without the lock, so that other threads can call the manager."""
         shared = self._shared
         with shared.lock, Call(shared, call):
-            self._require_all_suspended(call)
-            if shared.hierarchy.transfers_in_flight == 0:
-                return
+            wait = shared.waits.begin(points)
         try:
-            shared.driver.synchronize()
-        except KVCacheError as error:
-            _log.info(
-                "%s could not wait for all file transfers first: %s", call, error
-            )  # the call itself waits for those that it needs
+            wait.block()
+        finally:
+            with shared.lock:
+                shared.waits.end(wait)
 
     def _require_all_suspended(self, call: str) -> None:
         count = 0

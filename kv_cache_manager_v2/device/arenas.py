@@ -48,6 +48,7 @@ class Arena(ABC):
         self.num_slots = 0
         self.closed = False
         self.fd = -1  # the file that holds the slots; -1: they are in memory
+        self.disturbs_all = True  # a resize may move or register again the memory of slots that remain
 
     @abstractmethod
     def address(self, slot: int) -> int:
@@ -156,6 +157,7 @@ class DeviceArena(Arena):
 
     def __init__(self, driver: Driver, chunk_pool: ChunkPool, slot_bytes: int, reserve_bytes: int) -> None:
         super().__init__(slot_bytes)
+        self.disturbs_all = False
         self._driver = driver
         self._chunk_pool = chunk_pool
         self._chunks: list[int] = []  # mapped chunks, lowest address first
@@ -352,6 +354,7 @@ class DiskArena(Arena):
 
     def __init__(self, slot_bytes: int, path: str) -> None:
         super().__init__(slot_bytes)
+        self.disturbs_all = False
         self.path = path
         self.fd = _open_unnamed(path)
         self.checksums: FileChecksums | None = None  # None: its bytes are not checked

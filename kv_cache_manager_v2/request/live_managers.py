@@ -14,6 +14,7 @@ import warnings
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.request.residency import close
@@ -30,9 +31,14 @@ MAX_ATTEMPTS: Final = 8  # most attempts to free the memory of a dropped manager
 def tear_down(shared: ManagerState) -> None:
     """Close open requests and free all memory. The lock is held.
 
+    Raises LogicError, with nothing changed, while another thread waits for the device in a call that has freed the lock.
     A device error is passed on; the next call continues where this one stopped. The structures of a poisoned manager are not
     used: their memory is freed as a whole.
     """
+    if shared.waits.others_wait():
+        raise LogicError(
+            "shutdown(): resize() or adjust() waits for the device on another thread; call shutdown() again when it has ended"
+        )
     shared.refuse_changes("shutdown() was refused by the device; nothing but shutdown() can be called")
     if not shared.poison:
         for request in list(shared.open.values()):
@@ -55,6 +61,7 @@ def tear_down(shared: ManagerState) -> None:
     if shared.poison:
         _close_broken(shared)
     else:
+        shared.waits.close()
         shared.hierarchy.close()
         shared.timeline.close()
     if shared.owns_driver:
@@ -67,6 +74,7 @@ def tear_down(shared: ManagerState) -> None:
 def _close_broken(shared: ManagerState) -> None:
     """Free the memory of a poisoned manager. Errors of its structures are logged, device errors are raised."""
     try:
+        shared.waits.close()
         shared.hierarchy.close()
     except OWN_FAILURES as error:
         _log.error("the storage of a poisoned KVCacheManager is freed as a whole: %s", error)

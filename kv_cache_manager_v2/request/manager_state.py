@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.host_wait import HostWaits
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import PageStatus
@@ -48,6 +49,7 @@ class ManagerState:
         self.layout = layout
         self.driver = driver
         self.timeline = timeline
+        self.waits = HostWaits(driver, timeline)
         self.hierarchy = hierarchy
         self.tree = tree
         self.tuner = tuner  # samples the lengths of requests to adjust the pool ratio

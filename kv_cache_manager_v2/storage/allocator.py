@@ -175,18 +175,23 @@ class SlotAllocator:
         self._taken = self._taken[: self.issued]
         self.capacity = self._target
 
-    def synchronize(self) -> None:
-        """Block the host until the last use of every free slot has ended. O(free slots)."""
-        self._wait_for(self._pending)
-        self._wait_for(self._aside)
+    def uses_aside(self) -> list[Point]:
+        """Ends of the last uses of free ids at or above the target that are not complete. O(free slots)."""
+        return self._incomplete(self._aside)
 
-    def _wait_for(self, slots: FreeSlots) -> None:
+    def uses(self) -> list[Point]:
+        """As `uses_aside`, of all free ids."""
+        return self._incomplete(self._pending) + self._incomplete(self._aside)
+
+    def _incomplete(self, slots: FreeSlots) -> list[Point]:
+        found: list[Point] = []
         last = NULL_POINT
         for index in range(len(slots)):
             point = slots.point(index)
-            if point != last:
-                self._timeline.synchronize(point)
-                last = point
+            if point != last and not self._timeline.done(point):
+                found.append(point)
+            last = point
+        return found
 
     # --- checks
 

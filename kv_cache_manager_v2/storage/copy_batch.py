@@ -22,6 +22,7 @@ class Transfer:
         self.page: Page | None = None  # the page that depends on it; None once no page does
         self.cell: Cell | None = None  # of the slot that it writes to; None if it writes to no slot
         self.slot = NO_SLOT
+        self.memory: list[Cell] = []  # cells whose memory or file it accesses
         self.passed: Point = NULL_POINT  # point at which the stream has passed the gate, which may then be released
         self.timed_out = False
         self.is_copy = False  # an entry for a copy of unconfirmed bytes; another entry owns the gate
@@ -90,9 +91,11 @@ class CopyBatch:
         self, gates: list[int], indices: list[int], region: StagingRegion | None, writes_slot: bool
     ) -> list[Transfer]:
         """Add file transfers that were queued for these pages of the batch."""
+        memory = [cell for cell in (self.source, self.cell) if region is None or cell.tier.by_file]
         added: list[Transfer] = []
         for i in range(len(gates)):
             transfer = Transfer(gates[i], indices[i], region)
+            transfer.memory = memory
             if writes_slot:
                 transfer.cell = self.cell
                 transfer.slot = self.slots[indices[i]]

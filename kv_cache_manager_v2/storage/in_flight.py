@@ -210,13 +210,22 @@ class TransfersInFlight:
                 del self._spent_gates[index]
                 del self._spent_points[index]
 
-    def wait(self) -> None:
-        """Block the host until all transfers have ended or timed out. The caller then calls `poll`."""
-        for transfer in self._transfers:
-            if not transfer.timed_out:
-                self._timeline.synchronize(transfer.passed if transfer.batch is None else transfer.batch.end)
-
     # --- questions
+
+    def ends(self, cells: list[Cell] | None = None) -> list[Point]:
+        """For each transfer that uses one of the cells (None: any) and has not timed out, a point after its end."""
+        points: list[Point] = []
+        for transfer in self._transfers:
+            if not transfer.timed_out and not transfer.is_copy and (cells is None or _uses(transfer, cells)):
+                points.append(transfer.passed if transfer.batch is None else transfer.batch.end)
+        return points
+
+    def any_timed_out(self, cells: list[Cell]) -> bool:
+        """Whether a transfer that has timed out still uses one of the cells."""
+        for transfer in self._transfers:  # noqa: SIM110 (as a loop: any() would make a generator)
+            if transfer.timed_out and _uses(transfer, cells):
+                return True
+        return False
 
     def cells_written(self) -> list[Cell]:
         """Cells with slots that transfers may still write to."""
@@ -254,3 +263,13 @@ class TransfersInFlight:
             if cell is not None:
                 count = written[id(cell), int(transfer.slot)]
                 assert cell.writes[transfer.slot] == count, f"a slot counts {cell.writes[transfer.slot]} writes of {count}"
+
+
+def _uses(transfer: Transfer, cells: list[Cell]) -> bool:
+    """Whether a transfer may access memory of the cells, or its canceled batch keeps slots of them."""
+    used = transfer.memory if transfer.batch is None else [*transfer.memory, transfer.batch.cell]
+    for cell in used:
+        for other in cells:
+            if cell is other:
+                return True
+    return False

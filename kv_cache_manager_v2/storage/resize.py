@@ -1,8 +1,13 @@
 """Resizes a level: some pool groups shrink, others grow.
 
 Whether the new sizes fit is checked before anything changes. Then the oldest pages are evicted, and pages in slots to be removed
-move to lower slots and keep their age. The memory is resized, and at last the slots of all groups change at once. After a device
-error each group has its old slots, or those that still have memory; pages in slots without memory are lost.
+move to lower slots and keep their age. Once no work uses the slots any more, the memory is resized, and at last the slots of all
+groups change at once. After a device error each group has its old slots, or those that still have memory; pages in slots without
+memory are lost.
+
+Nothing waits here. A resize is a loop of attempts: one that would have to wait for the device leaves the level's size as it is, and
+names the points for which the caller waits without the manager's lock. Other calls may use the level meanwhile, so each attempt
+plans anew.
 
 Base addresses on the GPU do not change. Slots of pages may change, so pages in slots to be removed must not be locked. Held pages
 are kept on every level.
@@ -11,17 +16,16 @@ are kept on every level.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Final
 
-from kv_cache_manager_v2.errors import ConfigError, CuError, OutOfMemoryError
-from kv_cache_manager_v2.layout.arithmetic import round_down, round_up
-from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
+from kv_cache_manager_v2.ids import NULL_POINT, Point
+from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
 _log: Final = logging.getLogger(__name__)
+MOST_ATTEMPTS: Final = 32  # then other calls use the level's slots faster than the device finishes with them
 
 
 class ResizeResult:
@@ -67,15 +71,6 @@ class ResizeResult:
         return self
 
 
-def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> ResizeResult:
-    """Resize each pool group of a level to `sizing.slots[group]` slots. O(slots of the level).
-
-    A refusal changes nothing and has a reason. After a device error, which is raised, all groups have their old slots, or those
-    that still have memory (see `Hierarchy.sizings`); evicted pages remain evicted.
-    """
-    return _Resize(hierarchy, level, sizing).run()
-
-
 def _resize_result(
     ok: bool,
     reason: str,
@@ -115,196 +110,111 @@ class AdjustResult:
         return f"AdjustResult({self.levels})"
 
 
-def resize_quota(
-    hierarchy: Hierarchy,
-    level: int,
-    quota: int,
-    weights: list[float] | None,
-    best_efforts: bool,
-    available: int | None = None,
-) -> ResizeResult:
-    """Give a level another quota in bytes, divided by `weights` (None: by those that it has).
+class LevelResize:
+    """A resize of each pool group of a level to `sizing.slots[group]` slots. An attempt is O(slots of the level).
 
-    Refused below the level's minimum, where the pages that must be kept do not fit, and where the device has no memory left.
-    `best_efforts`: instead of a refusal, the largest feasible quota not above the asked one, in whole grains; since only
-    growing can fail at the asked size and succeed below it, it lies between the present quota and the asked one. O(log grains)
-    resizes tried then. A host tier leaves free the larger of 1 GiB and 5 % of the memory that is `available` (bytes; None: as
-    the system says).
+    A refusal changes nothing but what earlier attempts moved, and has a reason. After a device error, which is raised, all groups
+    have their old slots, or those that still have memory (see `Hierarchy.sizings`); evicted pages remain evicted.
     """
-    current = hierarchy.sizings[level]
-    grain = current.granularity
-    asked = round_up(quota, grain)
-    if asked < current.minimum_quota:
-        refused = ResizeResult(level, current.slots, current.slots)
-        return refused.refuse(f"a quota of {quota} bytes is below the level's minimum of {current.minimum_quota} bytes", -1, 0)
-    if best_efforts and asked > current.quota:
-        spare = hierarchy.tier(level).spare_bytes(available)
-        if spare >= 0:
-            asked = min(asked, round_down(current.quota + spare, grain))
-            if asked <= current.quota:
-                refused = ResizeResult(level, current.slots, current.slots)
-                return refused.refuse("the host memory that is available must stay free for other processes", -1, 0)
-    result = _try_quota(hierarchy, level, asked, weights)
-    if result.ok or not best_efforts or asked <= current.quota:
-        return result
-    low, high = current.quota // grain, asked // grain  # feasible, infeasible
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _try_quota(hierarchy, level, middle * grain, weights).ok:
-            low = middle
-        else:
-            high = middle
-    if low * grain > current.quota:
-        return ResizeResult(level, current.slots, hierarchy.sizings[level].slots)
-    return result
-
-
-def _try_quota(hierarchy: Hierarchy, level: int, quota: int, weights: list[float] | None) -> ResizeResult:
-    """One resize, in which what the device or the index range refuses is a refusal like any other."""
-    current = hierarchy.sizings[level]
-    try:
-        return resize_level(hierarchy, level, resized(hierarchy.layout, current, quota, weights))
-    except (OutOfMemoryError, ConfigError) as error:
-        return ResizeResult(level, current.slots, current.slots).refuse(str(error), -1, 0)
-
-
-def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[ResizeResult]:
-    """Resize all levels, the coldest first, or none: after a refusal, which is the last result, every level has its old size.
-
-    Whether all of them fit is decided on counts before any is touched, so that a refusal moves no page; only what the device
-    refuses on the way is found later.
-    """
-    _end_transfers(hierarchy)
-    refused = _refuse_levels(hierarchy, sizings)
-    if refused is not None:
-        return [refused]
-    before = hierarchy.sizings.copy()
-    results: list[ResizeResult] = []
-    done: list[int] = []
-    try:
-        for level in range(hierarchy.num_levels - 1, -1, -1):
-            results.append(resize_level(hierarchy, level, sizings[level]))
-            if not results[-1].ok:
-                break
-            done.append(level)
-    finally:
-        if len(done) < hierarchy.num_levels:
-            for level in reversed(done):
-                _resize_back(hierarchy, level, before[level])
-    return results
-
-
-def _resize_back(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
-    """Restore the old size of a level after another level was refused. If that is refused too, the new size remains."""
-    try:
-        back = resize_level(hierarchy, level, sizing)
-        if not back.ok:
-            _log.error("level %d keeps its new size: %s", level, back.reason)
-    except BaseException as error:  # the caller gets the first error
-        _log.error("level %d cannot be given its old size: %r", level, error)
-
-
-def _end_transfers(hierarchy: Hierarchy) -> None:
-    """Wait for the file transfers in flight: they may access memory that is to be freed or moved."""
-    if hierarchy.transfers_in_flight > 0:
-        hierarchy.in_flight.wait()
-        hierarchy.settle()
-
-
-def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> ResizeResult | None:
-    """The refusal if the levels cannot have these sizes together; None if they can.
-
-    Pages that must be kept can only move to colder levels, so those of a level and all colder ones must fit the slots there.
-    """
-    for column in hierarchy.cells:
-        kept = 0
-        slots = 0
-        for level in range(hierarchy.num_levels - 1, -1, -1):
-            cell = column[level]
-            kept += cell.total - cell.free - (cell.evictable - _num_held(cell))
-            slots += sizings[level].slots[cell.pool_group]
-            if kept > slots:
-                old = [other.total for other in hierarchy.level_cells(level)]
-                what = f"pages of pool group {cell.pool_group} on level {level} and colder"
-                text = f"{kept - slots} {what} must be kept and would have no slot"
-                return ResizeResult(level, old, sizings[level].slots).refuse(text, cell.pool_group, kept - slots)
-    return None
-
-
-def _num_held(cell: Cell) -> int:
-    """Evictable pages that are held. O(pages with file transfers in flight)."""
-    return cell.num_held + sum([1 for page in cell.busy.pages() if page.holds > 0])
-
-
-class _Resize:
-    """One resize in progress."""
 
     def __init__(self, hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> None:
+        assert len(sizing.slots) == hierarchy.num_groups, "a sizing is for all pool groups"
         self._hierarchy = hierarchy
         self._level = level
         self._sizing = sizing
         self._cells = hierarchy.level_cells(level)
         self._old = [cell.total for cell in self._cells]
         self._new = list(sizing.slots)
-        self._result = ResizeResult(level, self._old, self._new)
+        self._attempts = 0
+        self.result = ResizeResult(level, self._old, self._new)  # once an attempt has returned True
+        self.pending: list[Point] = []  # after an attempt has returned False: the points to wait for
 
-    def run(self) -> ResizeResult:
+    def attempt(self) -> bool:
+        """Resize the level, or refuse that (see `result`). False if the caller must first wait for `pending`, and try again."""
         hierarchy = self._hierarchy
-        assert len(self._new) == hierarchy.num_groups, "a sizing is for all pool groups"
-        _end_transfers(hierarchy)
+        self._attempts += 1
+        self._old = [cell.total for cell in self._cells]
+        self.result.old_slots = self._old
+        self.pending = []
         if not self._fits():
-            return self._result
-        evicted = self._count_leaving()
+            return True
+        points = self._plan()
+        if points is not None:
+            return not self._must_wait(points)
+        self.result.evicted += self._count_leaving()
         hierarchy.mover.execute(hierarchy.planner.plans, self._level)
-        self._result.evicted = evicted
         try:
             self._compact()
-            self._wait()
+            points = self._unfinished()
+            if points:
+                self._stop_shrinking()
+                return not self._must_wait(points)
             self._change_memory()
         except BaseException:
             self._fit_slots()
             raise
         self._install()
         self._trim()
-        return self._result
+        return True
 
     def _changing(self, growing: bool) -> list[Cell]:
-        """The cells that grow, or the others."""
-        return [cell for cell in self._cells if (self._new[cell.pool_group] > self._old[cell.pool_group]) == growing]
+        """The cells that grow, or those that shrink."""
+        found: list[Cell] = []
+        for cell in self._cells:
+            old, new = self._old[cell.pool_group], self._new[cell.pool_group]
+            if old != new and (new > old) == growing:
+                found.append(cell)
+        return found
+
+    def _changed_cells(self) -> list[Cell]:
+        return self._changing(False) + self._changing(True)
+
+    def _must_wait(self, points: list[Point]) -> bool:
+        """Have the caller wait for these points. False if there are none, and, with a refusal, after too many attempts."""
+        if points and self._attempts >= MOST_ATTEMPTS:
+            self.result.refuse(f"other calls still used the level's slots after {self._attempts} attempts; try again", -1, 1)
+            return False
+        self.pending = points
+        return len(points) > 0
 
     # --- before anything changes
 
     def _fits(self) -> bool:
-        hierarchy = self._hierarchy
-        result = self._result
-        need = [0] * hierarchy.num_groups
-        if hierarchy.in_flight.in_flight > 0:
-            result.refuse("a file transfer that timed out is still running, and may write to this memory", -1, 1)
+        if self._hierarchy.in_flight.any_timed_out(self._changed_cells()):
+            self.result.refuse("a file transfer that timed out is still running, and may use this memory", -1, 1)
             return False
         for cell in self._cells:
             group = cell.pool_group
             old, new = self._old[group], self._new[group]
-            need[group] = max(0, old - new)
             locked = sum([1 for page in cell.pinned.pages() if page.locks > 0 and page.slot >= new]) if new < old else 0
             if locked > 0:
                 text = (
                     f"{locked} pages of pool group {group} are in slots to be removed and are locked; suspend their requests first"
                 )
-                result.refuse(text, group, locked)
+                self.result.refuse(text, group, locked)
                 return False
             most = cell.most_slots()
             if 0 <= most < new:
                 text = f"pool group {group} would exceed its address space of {most} slots; restart with the larger quota"
-                result.refuse(text, group, new - most)
+                self.result.refuse(text, group, new - most)
                 return False
+        return True
+
+    def _plan(self) -> list[Point] | None:
+        """Plan the evictions; None if the pages fit. Else the points after which they may fit, or none and a refusal."""
+        hierarchy = self._hierarchy
+        need = [max(0, self._old[cell.pool_group] - self._new[cell.pool_group]) for cell in self._cells]
         shortage = hierarchy.planner.plan(self._level, need, [], [], False, True)
-        if shortage is not None:
+        if shortage is None:
+            return None
+        points = hierarchy.in_flight.ends()
+        if shortage.in_transfer == 0 or not points:
+            points = []
             text = (
                 f"{shortage.missing} pages of pool group {shortage.pool_group} can be neither dropped nor moved to a colder level"
             )
-            result.refuse(text, shortage.pool_group, shortage.missing)
-            return False
-        return True
+            self.result.refuse(text, shortage.pool_group, shortage.missing)
+        return points
 
     def _count_leaving(self) -> int:
         """Pages of the level that the plan evicts."""
@@ -320,31 +230,43 @@ class _Resize:
         """Stop allocating slots to be removed, and move the pages in them to lower slots."""
         for cell in self._changing(False):
             new = self._new[cell.pool_group]
-            if new == self._old[cell.pool_group]:
-                continue
             cell.allocator.prepare_shrink(new)
             moving = _pages_above(cell, new)
             if moving:
                 assert len(moving) <= cell.allocator.free, "a shrink that fits has too few free slots to compact into"
                 self._hierarchy.mover.move(moving, cell)
-                self._result.compacted += len(moving)
+                self.result.compacted += len(moving)
 
-    def _wait(self) -> None:
-        """Block the host until all work on the slots has ended: memory may move or be freed."""
-        hierarchy = self._hierarchy
-        for cell in self._cells:
-            if self._new[cell.pool_group] != self._old[cell.pool_group]:
-                cell.allocator.synchronize()
-                for page in cell.pages():
-                    hierarchy.timeline.synchronize(page.ready)
-        _end_transfers(hierarchy)
-        in_flight = hierarchy.in_flight
-        if in_flight.in_flight > 0:  # a transfer that timed out may still access memory
-            raise CuError(f"a file transfer that timed out may still use memory to be freed or moved: {in_flight.last_error}")
+    def _unfinished(self) -> list[Point]:
+        """Points to wait for before the memory may be resized; none if nothing uses it. O(slots)."""
+        cells = self._changed_cells()
+        points = self._hierarchy.in_flight.ends(cells)
+        for cell in cells:
+            points += self._uses(cell)
+        return points
+
+    def _uses(self, cell: Cell) -> list[Point]:
+        """Incomplete ends of uses of slots that a resize moves or removes."""
+        disturbs_all = False
+        for arena in cell.arenas:
+            disturbs_all = disturbs_all or arena.disturbs_all
+        if not disturbs_all:
+            return cell.allocator.uses_aside()
+        points = cell.allocator.uses()
+        last = NULL_POINT
+        for page in cell.pages():
+            if page.ready != last and not self._hierarchy.timeline.done(page.ready):
+                points.append(page.ready)
+            last = page.ready
+        return points
+
+    def _stop_shrinking(self) -> None:
+        for cell in self._changing(False):
+            cell.allocator.abort_shrink()
 
     def _change_memory(self) -> None:
         """Resize the memory, shrinking cells first, so that others can use what they free."""
-        for cell in self._changing(False) + self._changing(True):
+        for cell in self._changed_cells():
             cell.resize_memory(self._new[cell.pool_group])
 
     def _install(self) -> None:

@@ -117,7 +117,8 @@ class KVCacheManager(ManagerStatistics):
         """Free all memory. Idempotent. Raises LogicError, with nothing changed, while a cache is open.
 
         Waits for file transfers first, without the lock, so other threads can still call the manager. If the device refuses a
-        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches.
+        call, its error is raised; call `shutdown()` again. A poisoned manager shuts down even with open caches. Raises LogicError
+        also while `resize` or `adjust` waits on another thread.
         """
 
     def resize(self, cache_level: SupportsIndex, quota: SupportsIndex, best_efforts: bool = False) -> bool:
@@ -125,8 +126,9 @@ class KVCacheManager(ManagerStatistics):
 
         Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
         suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
-        leaves the larger of 1 GiB and 5 % of the available memory free. Raises LogicError while a cache is ACTIVE, ConfigError for
-        an unknown level.
+        leaves the larger of 1 GiB and 5 % of the available memory free. Where the level's slots are still in use by the device,
+        waits without the lock, so other threads can call the manager; also pages that they use meanwhile are kept. Raises
+        LogicError while a cache is ACTIVE, ConfigError for an unknown level.
         """
 
     @property
@@ -145,7 +147,7 @@ class KVCacheManager(ManagerStatistics):
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
         Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
-        do not fit. `last_adjustment` says what was done. Raises LogicError while a cache is ACTIVE.
+        do not fit. `last_adjustment` says what was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
         """
 
     @property

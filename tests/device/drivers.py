@@ -103,3 +103,19 @@ def refusing(inner: EmulatedDriver) -> Any:
     driver = _built("Refusing", IdentifyingDriver, body)
     driver.inner, driver.made, driver.error, driver.skip, driver.times, driver.after = inner, 0, None, 0, 0, False
     return driver
+
+
+def watched(inner: EmulatedDriver, before: Callable[[], object]) -> Any:
+    """A driver that calls `before` ahead of each call in which the host waits for the device."""
+
+    def forward(name: str) -> Callable[..., Any]:
+        def call(self: Any, *given: Any) -> Any:
+            if name in ("synchronize", "synchronize_event"):
+                before()
+            return getattr(inner, name)(*given)
+
+        return call
+
+    body: dict[str, Callable[..., Any]] = {name: forward(name) for name in _calls()}
+    body.update(stream_identity=lambda self, stream: stream + 1)
+    return _built("Watched", IdentifyingDriver, body)

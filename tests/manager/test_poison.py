@@ -345,24 +345,6 @@ def test_others_are_served_while_shutdown_waits_for_the_device(scene: Scene) -> 
     assert answers[0] == 8
 
 
-@pytest.mark.parametrize("call", ["resize", "adjust"])
-def test_others_are_served_while_a_resize_waits_for_files(scene: Scene, call: str) -> None:
-    """A read hangs: probes are answered until it ends."""
-    hanging = scene.device.inner.hang("read_file", 1, None)
-    scene.active.close()
-    scene.ended.close()
-    assert scene.suspended.prefetch(GPU), scene.suspended.last_shortage
-    assert scene.manager.shared.hierarchy.transfers_in_flight > 0
-    answers = answer_during_the_wait(scene, hanging.open)
-    if call == "resize":
-        assert scene.manager.resize(GPU, 3 * GRAIN)
-    else:
-        scene.manager.adjust()
-    assert len(answers) == 1
-    scene.device.inner.heal()
-    scene.finish()
-
-
 def test_a_shutdown_inside_a_call_is_refused(scene: Scene) -> None:
     """By a driver, a listener or a callback: the call that asks it goes on."""
     refusals: list[str] = []

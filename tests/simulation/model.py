@@ -242,6 +242,13 @@ class Request:
         twin.pageless = {item for item in self.pageless if item[1] < twin.blocks}
         return twin
 
+    def reads_scratch(self) -> bool:
+        """Whether the next query at the history reads a block that was written to scratch."""
+        blocks = -(-self.history // self.size)
+        return self.scratch and any(
+            block < blocks and block not in self.kinds[number].stale(self.size, self.history) for number, block in self.pageless
+        )
+
     def has_page(self, number: int, block: int) -> bool:
         """Whether a running request has a page of its own for a block, as beam 0 sees it."""
         if (number, block) in self.pageless:

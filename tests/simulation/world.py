@@ -10,7 +10,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 
-from kv_cache_manager_v2 import KVCache, PlannedDropHandle, Tokens
+from kv_cache_manager_v2 import KVCache, LogicError, PlannedDropHandle, Tokens
 from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
@@ -310,13 +310,15 @@ class World(Scene):
         before = self.fingerprint(live) if check and self.calm() else None
         try:
             failure, twin = self.attempt(live, "fork", lambda: live.cache.fork(self.created))
-        except OutOfPagesError:
-            assert live.model.recurrent, "only a recurrent state needs room"
-            assert before is None or before == self.fingerprint(live), "a fork without room changed something"
-            return self.count("fork", "no room")
+        except (OutOfPagesError, LogicError) as error:
+            no_room = isinstance(error, OutOfPagesError)
+            assert live.model.recurrent if no_room else live.model.reads_scratch(), "a fork was refused"
+            assert before is None or before == self.fingerprint(live), "a refused fork changed something"
+            return self.count("fork", "no room" if no_room else "within scratch")
         if failure:
             return failure
         assert isinstance(twin, KVCache)
+        assert not live.model.reads_scratch(), "a fork would read what was written to scratch"
         model = live.model.fork()
         other = Live(self.created, twin, model)
         other.forked = True

@@ -17,7 +17,7 @@ from kv_cache_manager_v2.config import (
 )
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
-from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
+from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId, Point
 from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.listener import CachedBlock
@@ -25,6 +25,8 @@ from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page, PageOwner
+from kv_cache_manager_v2.storage.resize import LevelResize, ResizeResult
+from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
 from kv_cache_manager_v2.storage.tiers import HostTier
 
 GRAIN = {CacheTier.GPU_MEM: 2 << 20, CacheTier.HOST_MEM: 4096, CacheTier.DISK: 2 << 20}
@@ -199,3 +201,39 @@ def settle_all(rig: Rig) -> None:
     """Run all queued work, and let the hierarchy see that it is done."""
     rig.driver.synchronize()
     rig.hierarchy.settle()
+
+
+def resize_level(hierarchy: Hierarchy, level: int, sizing: LevelSizing) -> ResizeResult:
+    """Resize a level, waiting between attempts."""
+    change = LevelResize(hierarchy, level, sizing)
+    while not change.attempt():
+        wait_between(hierarchy, change.pending)
+    return change.result
+
+
+def resize_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> list[ResizeResult]:
+    """Resize all levels, waiting between attempts."""
+    change = LevelsResize(hierarchy, sizings)
+    results = change.attempt()
+    while results is None:
+        wait_between(hierarchy, change.pending)
+        results = change.attempt()
+    return results
+
+
+def resize_quota(hierarchy: Hierarchy, level: int, quota: int, best_efforts: bool, available: int) -> ResizeResult:
+    """Change a level's quota, waiting between attempts."""
+    change = QuotaResize(hierarchy, level, quota, None, best_efforts, available)
+    result = change.attempt()
+    while result is None:
+        wait_between(hierarchy, change.pending)
+        result = change.attempt()
+    return result
+
+
+def wait_between(hierarchy: Hierarchy, points: list[Point]) -> None:
+    """Wait between two attempts of a resize, and process the file transfers that have ended, as each call of a manager does."""
+    assert points
+    for point in points:
+        hierarchy.timeline.synchronize(point)
+    hierarchy.settle()

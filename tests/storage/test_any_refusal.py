@@ -11,9 +11,8 @@ import pytest
 from kv_cache_manager_v2.errors import CuError
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resize import resize_level
 from tests.device.drivers import refusing
-from tests.storage.helpers import Rig
+from tests.storage.helpers import Rig, resize_level
 
 ALWAYS = 1 << 30
 

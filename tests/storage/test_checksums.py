@@ -14,9 +14,8 @@ from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resize import resize_level
 from kv_cache_manager_v2.storage.tiers import make_tier
-from tests.storage.helpers import Rig, settle_all
+from tests.storage.helpers import Rig, resize_level, settle_all
 
 PAGES = 250  # on disk at once
 

@@ -13,9 +13,9 @@ from kv_cache_manager_v2 import (
     HostCacheTierConfig,
     LogicError,
 )
-from kv_cache_manager_v2.storage.resize import resize_quota
 from kv_cache_manager_v2.storage.tiers import spare_host_bytes
 from tests.request.test_single_request import alternating
+from tests.storage.helpers import resize_quota
 from tests.support import inside
 from tests.support.models import KIB, MIB, attention, model
 from tests.support.rig import DISK, GPU, HOST, Rig, toks
@@ -144,15 +144,15 @@ def test_best_efforts_leave_host_memory_free() -> None:
     with Rig(model([attention(0, 512 * KIB)], tiers=tiers)) as rig:
         hierarchy = rig.manager.shared.hierarchy
         before = rig.manager.get_quota(HOST)
-        refused = resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB)
+        refused = resize_quota(hierarchy, HOST, 64 * MIB, True, GIB)
         assert not refused
         assert "must stay free" in refused.reason
         assert rig.manager.get_quota(HOST) == before
-        assert resize_quota(hierarchy, HOST, 64 * MIB, None, True, GIB + 6 * MIB)
+        assert resize_quota(hierarchy, HOST, 64 * MIB, True, GIB + 6 * MIB)
         assert rig.manager.get_quota(HOST) == before + 6 * MIB
-        assert resize_quota(hierarchy, HOST, 32 * MIB, None, False, GIB)
+        assert resize_quota(hierarchy, HOST, 32 * MIB, False, GIB)
         assert rig.manager.get_quota(HOST) == 32 * MIB
-        assert resize_quota(hierarchy, HOST, 8 * MIB, None, True, 0)
+        assert resize_quota(hierarchy, HOST, 8 * MIB, True, 0)
         assert rig.manager.get_quota(HOST) == 8 * MIB
 
 

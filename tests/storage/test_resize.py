@@ -10,8 +10,9 @@ from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resize import ResizeResult, resize_level, resize_levels
-from tests.storage.helpers import Rig
+from kv_cache_manager_v2.storage.resize import MOST_ATTEMPTS, LevelResize, ResizeResult
+from kv_cache_manager_v2.storage.resizing import LevelsResize
+from tests.storage.helpers import Rig, resize_level, resize_levels, wait_between
 
 
 def sizing_of(rig: Rig, level: int, slots: list[int]) -> LevelSizing:
@@ -223,3 +224,91 @@ def test_memory_that_is_still_written_does_not_move(rigs: list[Rig]) -> None:
         assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [8000]))
         for i, page in enumerate(pages):
             rig.expect(page, i)
+
+
+def test_a_level_that_is_always_in_use_is_refused_in_the_end(rigs: list[Rig]) -> None:
+    """Work that never ends is waited for again and again by other calls' doing: a bound ends that, and nothing has changed."""
+    rig = Rig([[6], [6]])
+    rigs.append(rig)
+    gate = rig.driver.gate(rig.stream)
+    pages = [rig.cached(i) for i in range(6)]
+    change = LevelResize(rig.hierarchy, 0, sizing_of(rig, 0, [3]))
+    attempts = 1
+    while not change.attempt():
+        assert change.pending
+        assert [page.level for page in pages] == [1, 1, 1, 0, 0, 0]
+        rig.check()
+        attempts += 1
+    assert attempts == MOST_ATTEMPTS
+    assert not change.result
+    assert "other calls" in change.result.reason
+    assert rig.hierarchy.total(0, 0) == 6
+    gate.open()
+    assert resize(rig, 0, [3])
+    assert [page.level for page in pages] == [1, 1, 1, 0, 0, 0]
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+def test_slots_taken_while_a_resize_waits_are_evicted_again(rigs: list[Rig]) -> None:
+    """Another call uses a slot that was to be removed: its page moves too, with its bytes."""
+    rig = Rig([[6], [9]])
+    rigs.append(rig)
+    gate = rig.driver.gate(rig.stream)
+    pages = [rig.cached(i) for i in range(6)]
+    change = LevelResize(rig.hierarchy, 0, sizing_of(rig, 0, [3]))
+    assert not change.attempt()
+    pages += [rig.cached(i) for i in range(6, 9)]
+    gate.open()
+    while not change.attempt():
+        wait_between(rig.hierarchy, change.pending)
+    rig.check()
+    assert change.result
+    assert change.result.evicted == 6
+    assert [page.level for page in pages] == [1] * 6 + [0] * 3
+    assert all(page.slot < 3 for page in pages[6:])
+    for i, page in enumerate(pages):
+        rig.expect(page, i)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_levels_that_are_done_get_their_old_size_after_an_exception(rigs: list[Rig], fails_at: int) -> None:
+    """The device refuses memory for a warmer level, or for going back too: then the colder one keeps the new size."""
+    rig = Rig([[6], [6]], slot_sizes=((1 << 20,),))
+    rigs.append(rig)
+    pages = [rig.cached(i) for i in range(8)]
+    change = LevelsResize(rig.hierarchy, [sizing_of(rig, 0, [9]), sizing_of(rig, 1, [4])])
+    rig.driver.fail("create_chunk", 1, None)
+    with pytest.raises(KVCacheError):
+        change.attempt()
+    assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [6, 4]
+    if fails_at == 1:
+        rig.driver.fail("host_register")
+    assert change.go_back()
+    assert change.attempt() is not None
+    rig.driver.heal()
+    assert not change.go_back() or fails_at == 1
+    rig.check()
+    assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [6, 6 - 2 * fails_at]
+    for i, page in enumerate(pages):
+        if page.alive():
+            rig.expect(page, i)
+
+
+def test_a_level_that_another_call_resizes_meanwhile_is_left_to_it(rigs: list[Rig]) -> None:
+    """Resizing all levels is refused then; levels that are done get their old sizes."""
+    rig = Rig([[6], [6]])
+    rigs.append(rig)
+    gate = rig.driver.gate(rig.stream)
+    for i in range(6):
+        rig.cached(i)
+    change = LevelsResize(rig.hierarchy, [sizing_of(rig, 0, [3]), sizing_of(rig, 1, [8])])
+    assert change.attempt() is None  # the GPU's pages are not written yet
+    gate.open()
+    assert resize(rig, 0, [5])
+    results = change.attempt()
+    assert results is not None
+    assert [result.ok for result in results] == [True, False]
+    assert "another call" in results[-1].reason
+    rig.check()
+    assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [5, 6]

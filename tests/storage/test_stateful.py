@@ -15,8 +15,7 @@ from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resize import resize_level
-from tests.storage.helpers import GRAIN, FakeBlock, Rig
+from tests.storage.helpers import GRAIN, FakeBlock, Rig, resize_level
 from tests.storage.model import Entry, Model
 
 numbers = st.integers(0, 1 << 20)

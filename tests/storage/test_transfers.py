@@ -11,8 +11,7 @@ from kv_cache_manager_v2.errors import CuError, HostRegistrationError
 from kv_cache_manager_v2.ids import NULL_POINT, CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from kv_cache_manager_v2.storage.resize import resize_level
-from tests.storage.helpers import FakeBlock, Rig, settle_all
+from tests.storage.helpers import FakeBlock, Rig, resize_level, settle_all
 
 SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from kv_cache_manager_v2 import (
     CacheLevel,
     CacheListener,
+    Driver,
     EmulatedDriver,
     KVCache,
     KVCacheManager,
@@ -57,10 +58,13 @@ class Rig:
         engine: bool = True,
         clock: Callable[[], float] = time.monotonic,
         events: CacheListener | None = None,
+        wrap: Callable[[EmulatedDriver], Driver] | None = None,
     ) -> None:
+        """`wrap`: what the manager drives instead of the emulated device itself."""
         self.config = config
         self.driver = EmulatedDriver(schedule, seed)
-        self.manager = KVCacheManager(config, events, driver=self.driver, clock=clock)
+        device = self.driver if wrap is None else wrap(self.driver)
+        self.manager = KVCacheManager(config, events, driver=device, clock=clock)
         self.engine = FakeEngine(self.manager, self.driver, config) if engine else None
         self.streams: list[Stream] = []
         self.stream: Stream = self.new_stream()
