@@ -96,7 +96,7 @@ def pack(tokens: object, text_only: bool = False) -> TokenSequence:
     """Pack a sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers. O(tokens).
 
     Buffers are arrays, numpy arrays, memoryviews and torch CPU tensors. Raises ConfigError with position and value for an id
-    outside [0, 2**31), an element of another type, a digest of another length, or a digest despite `text_only`.
+    outside [0, 2**31), an element of another type (a bool is none), a digest of another length, or a digest despite `text_only`.
     """
     sequence = pack_unchecked(tokens, text_only)
     check_range(sequence, 0)
@@ -211,23 +211,48 @@ def gen_multimodal_cache_key_tokens(
     return result
 
 
-_CHECKED_FOR_BOOLS: Final = 8  # longest list that is searched for bools; the search would double the cost of packing a prompt
+_SHORT: Final = 32  # longest list of which each element is looked at: a longer one is packed first
+_MANY: Final = 8  # a longer list in which more than one of so many elements may be a bool is searched as a whole
 
 
 def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
     """Pack a list, in one call if it holds ids only."""
     num_tokens = len(items)
-    if num_tokens <= _CHECKED_FOR_BOOLS:
+    if num_tokens <= _SHORT:
         for position in range(num_tokens):
             if isinstance(items[position], bool):
-                raise ConfigError(f"token at position {position} is {items[position]}: a bool is no token id")
+                raise _bool_error(items, position)
     try:
         data = struct.pack(f"<{num_tokens}I", *items)
     except struct.error:
         return _pack_mixed(items, text_only)
+    if num_tokens > _SHORT:
+        _check_for_bools(items, data)
     sequence = TokenSequence(data, num_tokens, [], False)
     check_range(sequence, 0)
     return sequence
+
+
+def _check_for_bools(items: list[Any], data: bytes) -> None:
+    """Raise ConfigError if an element is a bool, of a list without digests that was packed into `data`.
+
+    A bool is packed as 0 or 1, and few ids have such a lowest byte, so only those are looked at. O(elements), in C.
+    """
+    lowest = data[::TOKEN_BYTES]
+    if (lowest.count(0) + lowest.count(1)) * _MANY > len(items):
+        if bool in map(type, items):
+            raise _bool_error(items, [type(item) for item in items].index(bool))
+        return
+    for value in (b"\0", b"\1"):
+        position = lowest.find(value)
+        while position >= 0:
+            if isinstance(items[position], bool):
+                raise _bool_error(items, position)
+            position = lowest.find(value, position + 1)
+
+
+def _bool_error(items: list[Any], position: int) -> ConfigError:
+    return ConfigError(f"token at position {position} is {items[position]}: a bool is no token id")
 
 
 def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
@@ -239,6 +264,8 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
     for position in range(len(items)):
         item = items[position]
         if isinstance(item, int):
+            if isinstance(item, bool):
+                raise _bool_error(items, position)
             continue
         digest = _digest_of(item, position)
         if digest is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from array import array
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,10 +230,41 @@ def test_text_only_refuses_digests() -> None:
     assert pack([1, 2], text_only=True).num_tokens == 2
 
 
-def test_a_short_list_with_a_bool_is_refused() -> None:
-    """A list of eight tokens or fewer is searched for bools; the search would cost too much for a prompt."""
-    with pytest.raises(ConfigError, match="token at position 3 is True"):
-        pack([1, 0, digest(1), True])
+@pytest.mark.parametrize("length", [1, 8, 9, 32, 33, 500])
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("kind", ["alone", "ids", "small ids", "one small id", "digests", "contexts", "tuple", "deque"])
+def test_a_bool_is_no_token(length: int, value: bool, kind: str) -> None:
+    """At whatever position of a list of whatever length, and whatever the other tokens are."""
+    for position in sorted({0, length // 2, length - 1}):
+        others: list[object] = list(range(1002, 1002 + length))
+        if kind == "alone":
+            others = [value] * length
+        elif kind == "small ids":
+            others = [number % 3 for number in range(length)]
+        elif kind == "one small id":
+            others[(position + 1) % length] = 256
+        elif kind == "digests":
+            others[(position + 1) % length] = digest(1)
+        elif kind == "contexts":
+            others[(position + 1) % length] = MmItemContext(digest(1))
+        if kind != "alone":
+            assert pack(others).num_tokens == length
+        others[position] = value
+        first = 0 if kind == "alone" else position
+        tokens: object = others
+        if kind == "tuple":
+            tokens = tuple(others)
+        elif kind == "deque":
+            tokens = deque(others)
+        with pytest.raises(ConfigError, match=rf"token at position {first} is {value}: a bool is no token id"):
+            pack(tokens)
+
+
+def test_a_numpy_bool_is_no_token() -> None:
+    """Alone, in a list, and as an array."""
+    for wrong in ([np.True_], [5] * 50 + [np.False_], np.ones(40, bool), memoryview(np.ones(40, bool))):
+        with pytest.raises(ConfigError):
+            pack(wrong)
 
 
 def test_a_context_is_its_digest() -> None:
@@ -254,7 +286,12 @@ def test_torch_tensors() -> None:
         assert pack(tensor).data == pack(IDS).data
     assert pack(torch.tensor([3, 9, 4, 9], dtype=torch.int32)[::2]).data == pack([3, 4]).data
     assert pack(torch.tensor([3, 4], dtype=torch.int16)).data == pack([3, 4]).data
-    for bad in (torch.zeros(2), torch.zeros((2, 2), dtype=torch.int32), torch.tensor([1, -1], dtype=torch.int32)):
+    for bad in (
+        torch.zeros(2),
+        torch.zeros((2, 2), dtype=torch.int32),
+        torch.tensor([1, -1], dtype=torch.int32),
+        torch.ones(40, dtype=torch.bool),
+    ):
         with pytest.raises(ConfigError):
             pack(bad)
 

@@ -49,7 +49,7 @@ def pack(tokens: object, text_only: bool = False) -> TokenSequence:
     """Pack a sequence of ids, digests and MmItemContext, or a one-dimensional buffer of integers. O(tokens).
 
     Buffers are arrays, numpy arrays, memoryviews and torch CPU tensors. Raises ConfigError with position and value for an id
-    outside [0, 2**31), an element of another type, a digest of another length, or a digest despite `text_only`.
+    outside [0, 2**31), an element of another type (a bool is none), a digest of another length, or a digest despite `text_only`.
     """
 
 def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
