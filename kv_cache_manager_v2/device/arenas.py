@@ -9,32 +9,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.os_memory import (
-    PAGE_BYTES,
-    default_populate_threads,
-    format_bytes,
-    map_range,
-    memlock_limit,
-    populate_range,
-    resize_range,
-    round_up,
-    unmap_range,
-)
-from kv_cache_manager_v2.errors import ConfigError, HostRegistrationError, LogicError, OutOfMemoryError
+from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.os_memory import format_bytes, round_up
+from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfMemoryError
 
 _log: Final = logging.getLogger(__name__)
-
-REGISTRATION_BYTES: Final = 2 << 30  # most host memory in one registration: pinning more at once can stall the machine or fail
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -119,28 +108,45 @@ class ChunkPool:
         self.chunk_bytes = chunk_bytes
         self.in_use = 0  # chunks that arenas have
         self._spare: list[int] = []  # handles of chunks that no arena has
+        self._freeing = Freeing()  # of chunks
 
     @property
     def spare(self) -> int:
         return len(self._spare)
 
-    def acquire(self) -> int:
-        """A chunk's handle. Raises OutOfMemoryError."""
-        chunk = self._spare.pop() if self._spare else self.driver.create_chunk(self.chunk_bytes)
-        self.in_use += 1
-        return chunk
+    def offer(self) -> int:
+        """The handle of a spare chunk, which the caller then takes. Raises OutOfMemoryError."""
+        if self._spare and self._freeing.doubtful == self._spare[-1]:
+            self._destroy_last()
+        if not self._spare:
+            self._spare.append(self.driver.create_chunk(self.chunk_bytes))
+        return self._spare[-1]
 
-    def free(self, chunk: int) -> None:
-        """Make an unmapped chunk available to other arenas."""
+    def take(self, chunks: list[int]) -> None:
+        """Move the chunk that was offered to an arena's list. No interrupt leaves it in both lists or in none."""
+        chunk = self._spare[-1]
+        self.in_use += 1
+        del self._spare[-1]
+        chunks.append(chunk)
+
+    def free(self, chunks: list[int]) -> None:
+        """Make the last chunk of an arena's list, which is unmapped, available to other arenas."""
         assert self.in_use > 0
+        chunk = chunks[-1]
         self.in_use -= 1
+        del chunks[-1]
         self._spare.append(chunk)
 
     def trim(self) -> None:
         """Return the spare chunks to the device: after a resize they are not needed soon."""
         while self._spare:
-            self.driver.destroy_chunk(self._spare[-1])
-            self._spare.pop()
+            self._destroy_last()
+
+    def _destroy_last(self) -> None:
+        chunk = self._spare[-1]
+        self._freeing.free(chunk, partial(self.driver.destroy_chunk, chunk))
+        del self._spare[-1]
+        self._freeing.doubtful = NOTHING
 
     def close(self) -> None:
         """Return the spare chunks to the device. Raises LogicError if arenas still have chunks."""
@@ -162,8 +168,10 @@ class DeviceArena(Arena):
         self._chunk_pool = chunk_pool
         self._chunks: list[int] = []  # mapped chunks, lowest address first
         self._accessible = 0  # how many of the first chunks the device may read and write
+        self._unmapping = Freeing()  # of chunks at their addresses, also those of which mapping was interrupted
+        self._releasing = Freeing()  # of the address range
         self.reserved_bytes = round_up(max(1, reserve_bytes), chunk_pool.chunk_bytes)  # upper bound of the arena's size
-        self.base = driver.reserve(self.reserved_bytes)  # 0 once the range is released
+        self.base = 0  # address; 0 until the arena first has slots, and once the range is released
 
     @property
     def mapped_bytes(self) -> int:
@@ -176,7 +184,10 @@ class DeviceArena(Arena):
         return self.reserved_bytes // self.slot_bytes
 
     def _usable(self) -> int:
-        return self._accessible * self._chunk_pool.chunk_bytes // self.slot_bytes
+        accessible = self._accessible
+        if self._chunks and self._unmapping.doubtful == self._address_of(len(self._chunks) - 1):
+            accessible = min(accessible, len(self._chunks) - 1)
+        return accessible * self._chunk_pool.chunk_bytes // self.slot_bytes
 
     def _change(self, num_slots: int) -> None:
         wanted = num_slots * self.slot_bytes
@@ -186,6 +197,9 @@ class DeviceArena(Arena):
                 f"{format_bytes(self.reserved_bytes)} of address space reserved for this pool"
             )
         after = -(-wanted // self._chunk_pool.chunk_bytes)
+        if self.base == 0 and after > 0:
+            self.base = self._driver.reserve(self.reserved_bytes)
+        self._end_doubt()
         while self._accessible < after:
             if len(self._chunks) == self._accessible:
                 self._map_chunk()
@@ -197,28 +211,47 @@ class DeviceArena(Arena):
     def _address_of(self, chunk: int) -> int:
         return self.base + chunk * self._chunk_pool.chunk_bytes
 
+    def _end_doubt(self) -> None:
+        """Unmap a chunk of which an interrupt may hide that it was mapped or unmapped."""
+        doubtful = self._unmapping.doubtful
+        if doubtful == NOTHING:
+            return
+        if doubtful == self._address_of(len(self._chunks)):
+            self._unmapping.free(doubtful, partial(self._driver.unmap, doubtful, self._chunk_pool.chunk_bytes))
+            self._unmapping.doubtful = NOTHING
+        else:
+            self._unmap_chunk()
+
     def _map_chunk(self) -> None:
         pool = self._chunk_pool
-        chunk = pool.acquire()
+        chunk = pool.offer()
+        address = self._address_of(len(self._chunks))
+        self._unmapping.doubtful = address
         try:
-            self._driver.map_chunk(self._address_of(len(self._chunks)), pool.chunk_bytes, chunk)
-        except BaseException:
-            pool.free(chunk)
+            self._driver.map_chunk(address, pool.chunk_bytes, chunk)
+        except KVCacheError:
+            self._unmapping.doubtful = NOTHING
             raise
-        self._chunks.append(chunk)
+        pool.take(self._chunks)
+        self._unmapping.doubtful = NOTHING
 
     def _unmap_chunk(self) -> None:
         last = len(self._chunks) - 1
-        self._driver.unmap(self._address_of(last), self._chunk_pool.chunk_bytes)
-        self._accessible = min(self._accessible, last)
-        self._chunk_pool.free(self._chunks.pop())
+        address = self._address_of(last)
+        self._unmapping.free(address, partial(self._driver.unmap, address, self._chunk_pool.chunk_bytes))
+        if self._accessible > last:
+            self._accessible = last
+        self._chunk_pool.free(self._chunks)
+        self._unmapping.doubtful = NOTHING
 
     def _free_all(self) -> None:
+        if self.base == 0:
+            return
+        self._end_doubt()
         while self._chunks:
             self._unmap_chunk()
-        if self.base:
-            self._driver.release_reservation(self.base, self.reserved_bytes)
-            self.base = 0
+        self._releasing.free(self.base, partial(self._driver.release_reservation, self.base, self.reserved_bytes))
+        self.base = 0
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -227,126 +260,6 @@ class DeviceArena(Arena):
         assert self.num_slots <= self._usable()
         assert len(set(self._chunks)) == len(self._chunks)
         assert self._chunk_pool.in_use >= len(self._chunks)
-
-
-class HostArena(Arena):
-    """Slots in anonymous host memory, faulted in at once and registered with the device range by range.
-
-    The base may change when the arena grows. The registered ranges are contiguous from the base. Their size is a multiple of slot
-    size and page size, so that no slot spans two ranges, unless no such multiple fits `registration_bytes`.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        slot_bytes: int,
-        registration_bytes: int = REGISTRATION_BYTES,
-        populate_threads: int = -1,
-    ) -> None:
-        """`populate_threads`: threads that fault the memory in; 0: it is faulted in at first use; -1: half the processors."""
-        super().__init__(slot_bytes)
-        if registration_bytes < PAGE_BYTES or registration_bytes % PAGE_BYTES:
-            raise ConfigError(f"registration_bytes={registration_bytes}: must be a positive multiple of the page size {PAGE_BYTES}")
-        self._driver = driver
-        self._threads = default_populate_threads() if populate_threads < 0 else populate_threads
-        whole = math.lcm(slot_bytes, PAGE_BYTES)
-        self._range_bytes = registration_bytes - registration_bytes % whole if whole <= registration_bytes else registration_bytes
-        self.base = 0  # address; 0 while there is no memory
-        self.nbytes = 0  # mapped bytes, a multiple of the page size; a guard page follows, which is never registered
-        self.ranges: list[tuple[int, int]] = []  # registered (address, bytes), ascending, contiguous from the base
-
-    def address(self, slot: int) -> int:
-        return self.base + slot * self.slot_bytes
-
-    @property
-    def registered_bytes(self) -> int:
-        return self.ranges[-1][0] + self.ranges[-1][1] - self.base if self.ranges else 0
-
-    def _usable(self) -> int:
-        return self.registered_bytes // self.slot_bytes
-
-    def _change(self, num_slots: int) -> None:
-        wanted = round_up(num_slots * self.slot_bytes, PAGE_BYTES)
-        if wanted > self.nbytes:
-            self._map(wanted)
-        self._unregister_unlike(wanted)
-        self._register_up_to(wanted)
-        if wanted < self.nbytes:
-            self._cut(wanted)
-
-    def _map(self, wanted: int) -> None:
-        """Grow the mapping, in place if possible. Before it moves, all of it is unregistered."""
-        old = self.nbytes
-        if old == 0:
-            self.base = map_range(wanted + PAGE_BYTES)
-        elif resize_range(self.base, old + PAGE_BYTES, wanted + PAGE_BYTES, may_move=False) == 0:
-            self._unregister_unlike(0)
-            moved = resize_range(self.base, old + PAGE_BYTES, wanted + PAGE_BYTES, may_move=True)
-            if moved == 0:
-                raise OutOfMemoryError(
-                    f"host memory cannot grow from {format_bytes(old)} to {format_bytes(wanted)}; configure a smaller host tier"
-                )
-            self.base = moved
-        self.nbytes = wanted
-        populate_range(self.base + old, wanted - old, self._threads)
-
-    def _cut(self, wanted: int) -> None:
-        """Shrink the mapping in place to `wanted` bytes; nothing beyond them is registered."""
-        if wanted == 0:
-            unmap_range(self.base, self.nbytes + PAGE_BYTES)
-            self.base = 0
-        elif resize_range(self.base, self.nbytes + PAGE_BYTES, wanted + PAGE_BYTES, may_move=False) == 0:
-            raise OutOfMemoryError(f"the operating system refused to shrink {self.nbytes} bytes at {self.base:#x} to {wanted}")
-        self.nbytes = wanted
-
-    def _range_at(self, offset: int, end: int) -> int:
-        """Bytes of the range that starts at `offset`, if memory is registered up to `end`."""
-        return min(self._range_bytes, end - offset)
-
-    def _unregister_unlike(self, end: int) -> None:
-        """Unregister the last ranges, as far as they differ from those of memory registered up to `end`."""
-        while self.ranges:
-            address, nbytes = self.ranges[-1]
-            if nbytes == self._range_at(address - self.base, end):
-                return
-            self._driver.host_unregister(address, nbytes)
-            self.ranges.pop()
-
-    def _register_up_to(self, end: int) -> None:
-        """Register further ranges, up to `end`."""
-        done = self.registered_bytes
-        while done < end:
-            nbytes = self._range_at(done, end)
-            try:
-                self._driver.host_register(self.base + done, nbytes)
-            except Exception as refusal:
-                raise HostRegistrationError(self._refused(end, done, nbytes, refusal)) from refusal
-            self.ranges.append((self.base + done, nbytes))
-            done += nbytes
-
-    def _refused(self, total: int, done: int, nbytes: int, refusal: Exception) -> str:
-        limit = memlock_limit()
-        found = "unlimited" if limit < 0 else f"{format_bytes(limit)} ({limit} bytes)"
-        return (
-            f"the device refused to register {format_bytes(nbytes)} of host memory, of {format_bytes(total)} ({total} bytes) "
-            f"in all, after {format_bytes(done)}: {refusal}. RLIMIT_MEMLOCK is {found}. "
-            "Raise it (`ulimit -l unlimited`, `--ulimit memlock=-1` for a container), configure a smaller host tier, or use "
-            "KVCacheManagerConfig.without_tier(CacheTier.HOST_MEM)"
-        )
-
-    def _free_all(self) -> None:
-        self._unregister_unlike(0)
-        if self.base:
-            self._cut(0)
-
-    def check_invariants(self) -> None:
-        super().check_invariants()
-        assert (self.base == 0) == (self.nbytes == 0)
-        assert self.num_slots * self.slot_bytes <= self.registered_bytes <= self.nbytes
-        offset = 0
-        for address, nbytes in self.ranges:
-            assert address == self.base + offset, (address, self.base, offset)
-            offset += nbytes
 
 
 class DiskArena(Arena):

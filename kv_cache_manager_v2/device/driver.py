@@ -1,7 +1,8 @@
 """The device interface: every call that touches device memory, a stream or a file goes through a `Driver`.
 
 No caller knows which device it runs on, and no driver knows what a page is. Any call may raise `CuError`, or `OutOfMemoryError` if
-it allocates; it has then changed nothing.
+it allocates; it has then changed nothing. A call that another exception leaves, like KeyboardInterrupt, has been carried out or has
+changed nothing. A call that frees an object raises an error if it is called for it again.
 
 Work queued on one stream runs in the order in which it was queued. Work on different streams runs in any order, unless an event or
 a gate orders it. Addresses are ints. Sizes are in bytes.

@@ -13,13 +13,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Lock, Thread
+from functools import partial
+from threading import Lock, Thread
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.device.checksums import FileChecksums, FileMover
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT
+from kv_cache_manager_v2.device.waiters import LONGEST_SLEEP_S, Waiters
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 
 DEFAULT_IO_THREADS: Final = 8
@@ -62,6 +64,7 @@ class Transfer:
         self.checksums: FileChecksums | None = None  # of the file; None: its bytes are not checked
         self.state = GATE_PENDING
         self.error = ""  # empty while pending and when done
+        self.submitted = False  # whether something runs it, or will
         self.deadline_s = 0.0  # monotonic clock; set when the pool starts it
 
     def describe(self) -> str:
@@ -106,11 +109,29 @@ class Transfer:
         return True
 
 
+class _Worker:
+    """One thread of a pool. The pool's lock guards its place in the pool's lists."""
+
+    def __init__(self) -> None:
+        self._ticket = Lock()  # released to wake the thread
+        self._ticket.acquire()
+
+    def wake(self) -> None:
+        """Let the thread look for work. The pool's lock is held."""
+        if self._ticket.locked():
+            self._ticket.release()
+
+    def sleep(self) -> None:
+        """Block the thread until it is woken. An interrupted call may have failed to wake it, so not for ever."""
+        self._ticket.acquire(timeout=LONGEST_SLEEP_S)
+
+
 class TransferPool:
     """Runs transfers on at most `threads` threads, in order of submission; one more thread, the watchdog, enforces the time limit.
 
     Threads start as they are needed. A thread whose transfer has timed out is replaced, up to twice `threads` in all. When all of
-    these hang, transfers that have not started fail at once, so that their gates open.
+    these hang, transfers that have not started fail at once, so that their gates open. An interrupted `submit` has submitted the
+    transfer or not; the threads find it without the rest of the call.
     """
 
     def __init__(self, threads: int = DEFAULT_IO_THREADS, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -120,16 +141,15 @@ class TransferPool:
             raise ConfigError(f"timeout_s is {timeout_s}: must be a positive number of seconds")
         self.threads = threads
         self.timeout_s = timeout_s
-        lock = Lock()
-        self._work_added = Condition(lock)  # idle threads wait for it
-        self._changed = Condition(lock)  # callers wait for it: transfers or threads have ended
-        self._closed = Condition(lock)  # the watchdog waits for it
+        self._lock = Lock()  # guards all fields
+        self._callers = Waiters()  # they wait for transfers or threads to end
+        self._watchdogs = Waiters()
         self._ready: deque[Transfer] = deque()
         self._running: list[Transfer] = []  # started and not timed out
         self._hung: list[Transfer] = []  # timed out and not ended
-        self._workers = 0  # live threads, including those that hang
-        self._idle = 0  # workers that wait for work and have not been woken
-        self._waking = 0  # workers that were started or woken and have not looked for work yet
+        self._workers: list[_Worker] = []  # live threads, including those that hang
+        self._idle: list[_Worker] = []  # they wait for work and have not been woken
+        self._waking: list[_Worker] = []  # they were started or woken, and have not looked for work yet
         self._no_threads = False  # the operating system refused to start a thread
         self._has_watchdog = False
         self._closing = False
@@ -139,45 +159,57 @@ class TransferPool:
         self.submit_all([transfer])
 
     def submit_all(self, transfers: list[Transfer]) -> None:
-        """As `submit` for each, in this order."""
-        with self._changed:
-            for transfer in transfers:
-                self._check_open(transfer)
-                self._ready.append(transfer)
-                self._wake()
+        """As `submit` for each, in this order. If interrupted, the first ones are submitted (`Transfer.submitted`)."""
+        with self._lock:
+            try:
+                for transfer in transfers:
+                    self._check_open(transfer)
+                    transfer.submitted = True
+                    self._ready.append(transfer)  # no call comes between this line and the one before, so no interrupt either
+                    self._wake_workers()
+            except BaseException:
+                self._wake_workers()
+                raise
             dead = self._no_threads or len(self._hung) >= 2 * self.threads
         if dead:
             self._fail_if_dead()
 
     def outstanding(self) -> int:
         """Transfers whose gate is closed: those not started, and those running within the time limit."""
-        with self._changed:
+        with self._lock:
             return len(self._ready) + len(self._running)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until every gate is open; False after `timeout_s`."""
         end = time.monotonic() + timeout_s
-        with self._changed:
-            while self._ready or self._running:
+        while True:
+            with self._lock:
+                if not self._ready and not self._running:
+                    return True
                 left = end - time.monotonic()
                 if left <= 0.0:
                     return False
-                self._changed.wait(left)
-        return True
+                ticket = self._callers.enter()
+            self._callers.sleep(ticket, min(left, LONGEST_SLEEP_S))
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-        """Wait for all transfers, then stop the threads. False if a transfer still hangs; its thread is left running."""
+        """Wait for all transfers, then stop the threads. False if a transfer still hangs; its thread is left running.
+
+        After an interrupt it can be called again.
+        """
         self.wait_idle(timeout_s)
         end = time.monotonic() + timeout_s
-        with self._changed:
-            self._closing = True
-            self._waking += self._idle
-            self._idle = 0
-            self._work_added.notify_all()
-            self._closed.notify_all()
-            while self._workers > 0 and time.monotonic() < end:
-                self._changed.wait(max(0.0, end - time.monotonic()))
-            return self._workers == 0
+        while True:
+            with self._lock:
+                self._closing = True
+                for worker in self._idle:
+                    worker.wake()
+                self._watchdogs.wake_all()
+                left = end - time.monotonic()
+                if not self._workers or left <= 0.0:
+                    return not self._workers
+                ticket = self._callers.enter()
+            self._callers.sleep(ticket, min(left, LONGEST_SLEEP_S))
 
     # --- internals; the lock is held unless the docstring says otherwise
 
@@ -185,93 +217,125 @@ class TransferPool:
         if self._closing:
             raise LogicError(f"{transfer.describe()}: the pool of I/O threads is closed")
 
-    def _wake(self) -> None:
-        if len(self._ready) <= self._waking:
-            pass  # enough threads are waking up
-        elif self._idle > 0:
-            self._idle -= 1
-            self._waking += 1
-            self._work_added.notify()
-        elif self._workers - len(self._hung) < self.threads and self._workers < 2 * self.threads:
-            if _start(self._work, f"kvcm-io-{self._workers + 1}"):
-                self._workers += 1
-                self._waking += 1
-            else:
-                self._no_threads = True
+    def _wake_workers(self) -> None:
+        """Wake or start one thread, unless enough of them are about to look for work. Start the watchdog if there is none."""
+        if len(self._ready) > len(self._waking):
+            if self._idle:
+                worker = self._idle[-1]
+                del self._idle[-1]
+                self._waking.append(worker)  # no call since the thread left `_idle`
+                worker.wake()
+            elif len(self._workers) - len(self._hung) < self.threads and len(self._workers) < 2 * self.threads:
+                self._start_worker()
         if not self._has_watchdog:
             self._has_watchdog = _start(self._watch, "kvcm-io-watchdog")
+
+    def _start_worker(self) -> None:
+        worker = _Worker()
+        name = f"kvcm-io-{len(self._workers) + 1}"
+        started = False
+        try:
+            self._workers.append(worker)
+            self._waking.append(worker)
+            started = _start(partial(self._work, worker), name)
+            if not started:
+                self._no_threads = True
+        finally:
+            if not started:  # after an interrupt the thread may run all the same: then it enters itself
+                self._forget(worker)
+
+    def _forget(self, worker: _Worker) -> None:
+        """Remove a thread from all lists."""
+        for workers in (self._workers, self._idle, self._waking):
+            while worker in workers:
+                workers.remove(worker)
 
     def _fail_if_dead(self) -> None:
         """Fail the transfers that wait for a thread if no thread can run them. The lock is not held."""
         dead: list[Transfer] = []
-        with self._changed:
+        with self._lock:
             why = ""
             if len(self._hung) >= 2 * self.threads:
                 why = f"not started: all of {len(self._hung)} I/O threads hang in transfers that timed out"
-            elif self._no_threads and self._workers == 0:
+            elif self._no_threads and not self._workers:
                 why = "not started: the process cannot start a thread"
-            if why:
-                dead += self._ready
-                self._ready.clear()
-                for transfer in dead:
+            while why and self._ready:
+                transfer = self._ready[0]
+                if transfer.state == GATE_PENDING:
                     transfer.finish(why)
-                self._changed.notify_all()
+                dead.append(transfer)
+                self._ready.popleft()
+            if dead:
+                self._callers.wake_all()
         for transfer in dead:
             transfer.opened()
 
     def _take(self) -> Transfer | None:
-        """Wait for the next transfer to run; None if the thread should end."""
-        while not self._ready:
-            if self._closing:
-                return None
-            self._idle += 1
-            self._work_added.wait()
-            self._waking -= 1
+        """The next transfer to run; None if there is none."""
+        if not self._ready:
+            return None
         transfer = self._ready.popleft()
         transfer.deadline_s = time.monotonic() + self.timeout_s
         self._running.append(transfer)
         return transfer
+
+    def _wait_for_work(self, worker: _Worker) -> Transfer | None:
+        """Wait for the next transfer to run; None if the thread should end. The lock is not held."""
+        while True:
+            with self._lock:
+                if worker in self._idle:
+                    self._idle.remove(worker)
+                if worker in self._waking:
+                    self._waking.remove(worker)
+                transfer = self._take()
+                if transfer is not None or self._closing:
+                    return transfer
+                self._idle.append(worker)
+            worker.sleep()
 
     def _end(self, transfer: Transfer, error: str) -> bool:
         """Record that a transfer has ended; whether that opened its gate."""
         late = transfer in self._hung
         (self._hung if late else self._running).remove(transfer)
         if late or not (self._ready or self._running):
-            self._changed.notify_all()
+            self._callers.wake_all()
         return transfer.finish(error)
 
-    def _work(self) -> None:
+    def _work(self, worker: _Worker) -> None:
+        """Main loop of a thread."""
         transfer: Transfer | None = None
         error = ""
-        with self._changed:
-            self._waking -= 1
+        with self._lock:
+            if worker not in self._workers:
+                self._workers.append(worker)
         while True:
             opened: Transfer | None = None
             following: Transfer | None = None
             surplus = False
-            with self._changed:
-                if transfer is not None:
+            if transfer is not None:
+                with self._lock:
                     if self._end(transfer, error):
                         opened = transfer
-                    surplus = self._workers - len(self._hung) > self.threads
-                if not surplus and (opened is None or self._ready):  # call `opened` before this thread may sleep
-                    following = self._take()
-                    surplus = following is None
+                    surplus = len(self._workers) - len(self._hung) > self.threads
+                    if not surplus:
+                        following = self._take()
             if opened is not None:
-                opened.opened()
-            if surplus:
+                opened.opened()  # before this thread may sleep
+            if following is None and not surplus:
+                following = self._wait_for_work(worker)
+            if following is None:
                 break
             transfer = following
-            if transfer is not None:
-                error = _perform(transfer)
-        with self._changed:
-            self._workers -= 1
-            self._changed.notify_all()
+            error = _perform(transfer)
+        with self._lock:
+            self._forget(worker)
+            self._callers.wake_all()
 
     def _watch(self) -> None:
+        """Main loop of the watchdog."""
         while True:
             expired: list[Transfer] = []
-            with self._changed:
+            with self._lock:
                 if self._closing and not self._running:
                     return
                 now = time.monotonic()
@@ -283,17 +347,18 @@ class TransferPool:
                     if transfer.expire(f"{self.timeout_s:g} s"):
                         expired.append(transfer)
                 if expired:
-                    self._changed.notify_all()
+                    self._callers.wake_all()
                     for _transfer in expired:  # replace their threads
-                        self._wake()
-                else:
-                    # An idle watchdog looks once per time limit, so that starting a transfer need not wake it.
-                    wait = self._running[0].deadline_s - now if self._running else self.timeout_s
-                    self._closed.wait(min(wait, _FOREVER_S))
+                        self._wake_workers()
+                # An idle watchdog looks once per time limit, so that starting a transfer need not wake it.
+                wait = self._running[0].deadline_s - now if self._running else self.timeout_s
+                ticket = None if expired else self._watchdogs.enter()
             for transfer in expired:
                 transfer.opened()
-            if expired:
+            if ticket is None:
                 self._fail_if_dead()
+            else:
+                self._watchdogs.sleep(ticket, max(0.0, min(wait, _FOREVER_S)))
 
 
 def _perform(transfer: Transfer) -> str:

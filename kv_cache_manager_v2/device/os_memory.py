@@ -10,10 +10,12 @@ import errno
 import mmap
 import os
 import resource
+from _thread import start_new_thread
 from collections.abc import Callable
-from threading import Thread
+from threading import Lock, Thread, get_ident, main_thread
 from typing import Final
 
+from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.errors import OutOfMemoryError
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -113,6 +115,60 @@ def resize_range(address: int, old_bytes: int, new_bytes: int, may_move: bool) -
     return int(found)
 
 
+class _Errand:
+    """A call that another thread runs."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._over = Lock()  # released when the call has ended
+        self._over.acquire()
+        self._ended = False
+        self.error: BaseException | None = None  # that the call raised
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended = True
+            self._over.release()
+
+    def wait(self) -> None:
+        while not self._ended:
+            self._over.acquire(timeout=1.0)
+
+
+def uninterrupted(call: Callable[[], None]) -> None:
+    """Run a call whose effect on memory must be known to its object. An interrupt (Ctrl-C) is raised when the call has ended.
+
+    Python runs the handlers of signals on the main thread, so there another thread runs the call, which takes a tenth of a
+    millisecond. Compiled code needs none. If no thread can be started, an interrupt can come between the effect and its record.
+    """
+    if COMPILED or get_ident() != main_thread().ident:
+        call()
+        return
+    errand = _Errand(call)
+    run = errand.run
+    interrupt: BaseException | None = None
+    try:
+        start_new_thread(run, ())
+    except (RuntimeError, MemoryError):
+        call()
+        return
+    except BaseException as error:  # it came after the call of C, so the thread runs
+        interrupt = error
+    try:
+        errand.wait()
+    except BaseException as error:
+        interrupt = error
+        errand.wait()
+    if errand.error is not None:
+        raise errand.error
+    if interrupt is not None:
+        raise interrupt
+
+
 def memlock_limit() -> int:
     """RLIMIT_MEMLOCK of this process in bytes; -1 for no limit."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -172,6 +228,13 @@ class _Populator:
             if code != 0:
                 self.code = code
 
+    def stop(self, helpers: list[Thread]) -> None:
+        """End the work after an exception: its memory is about to be unmapped."""
+        self.code = errno.EINTR
+        for helper in helpers:
+            if helper.ident is not None:  # it was started
+                helper.join()
+
 
 def populate_range(address: int, nbytes: int, threads: int, part_bytes: int = _POPULATE_PART_BYTES) -> None:
     """Fault in memory that was never written, on up to `threads` threads; 0 threads: do nothing.
@@ -189,13 +252,23 @@ def populate_range(address: int, nbytes: int, threads: int, part_bytes: int = _P
     populator = _Populator(address, nbytes, part_bytes)
     helpers: list[Thread] = []
     work: Callable[[], None] = populator.work
-    for i in range(min(threads, len(populator.parts)) - 1):
-        helper = Thread(target=work, name=f"kvcm-prefault-{i}", daemon=True)
-        helper.start()
-        helpers.append(helper)
-    populator.work()
-    for helper in helpers:
-        helper.join()
+    try:
+        for i in range(min(threads, len(populator.parts)) - 1):
+            helper = Thread(target=work, name=f"kvcm-prefault-{i}", daemon=True)
+            helpers.append(helper)
+            helper.start()
+    except RuntimeError:  # no more threads: those that there are do it
+        helpers.pop()
+    except BaseException:
+        populator.stop(helpers)
+        raise
+    try:
+        populator.work()
+        for helper in helpers:
+            helper.join()
+    except BaseException:
+        populator.stop(helpers)
+        raise
     if populator.code != 0:
         raise OutOfMemoryError(
             f"no physical memory for {format_bytes(nbytes)} ({nbytes} bytes) of host memory: {os.strerror(populator.code)}; "

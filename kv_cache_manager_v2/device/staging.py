@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Final
 
-from kv_cache_manager_v2.device.arenas import HostArena
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import round_up
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, LogicError

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver, IdentifyingDriver
+from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
 from kv_cache_manager_v2.device.line import NO_EVENT, UNKNOWN, Line
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
@@ -54,7 +56,8 @@ class Timeline:
         self._last_owned = 0  # identity of the latest stream of `create_stream`
         self._events: list[int] = []  # all that were created and not destroyed
         self._free_events: list[int] = []  # those that mark no point
-        self._in_doubt = NO_EVENT  # being destroyed; an interrupt may have come after the driver's call
+        self._freeing = Freeing()  # of events
+        self._freeing_streams = Freeing()
         self._joins: dict[int, list[Point]] = {}  # number -> points of different lines, not all known to be complete
         self._join_count = 0
         self._sweep_at = min(64, most_outstanding)  # number of joins at which complete ones are removed
@@ -163,8 +166,11 @@ class Timeline:
         return stream
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Destroy a stream of `create_stream`. Work already queued still runs, and its points stay valid."""
-        self._driver.destroy_stream(stream)
+        """Destroy a stream of `create_stream`. Work already queued still runs, and its points stay valid.
+
+        After an interrupt it can be called again, before another stream is destroyed.
+        """
+        self._freeing_streams.free(stream, partial(self._driver.destroy_stream, stream))
         self.forget(stream)
 
     def forget(self, stream: Stream) -> None:
@@ -190,28 +196,17 @@ class Timeline:
         refusal: Exception | None = None
         kept = 0
         while len(self._events) > kept:
+            event = self._events[kept]
             try:
-                self._destroy_event(self._events[kept])
+                self._freeing.free(event, partial(self._driver.destroy_event, event))
             except Exception as error:
                 refusal = error if refusal is None else refusal
                 kept += 1
                 continue
             del self._events[kept]
-            self._in_doubt = NO_EVENT
+            self._freeing.doubtful = NOTHING
         if refusal is not None:
             raise refusal
-
-    def _destroy_event(self, event: int) -> None:
-        """Destroy an event. One whose destruction was interrupted may be gone already: then it is not asked for again."""
-        doubtful = event == self._in_doubt
-        self._in_doubt = event
-        try:
-            self._driver.destroy_event(event)
-        except Exception as error:
-            self._in_doubt = NO_EVENT
-            if not doubtful:
-                raise
-            _log.warning("event %s, whose destruction was interrupted, cannot be destroyed: %s", event, error)
 
     @property
     def events_outstanding(self) -> int:

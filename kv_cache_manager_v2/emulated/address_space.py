@@ -47,8 +47,8 @@ class RangeSet:
         i = bisect_left(begins, end) - 1
         return i >= 0 and ends[i] > begin
 
-    def add(self, begin: int, end: int) -> None:
-        """Add a range that overlaps none of the others."""
+    def with_range(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """What `ranges` is with a further range, which overlaps none of the others."""
         assert begin < end
         assert not self.touches(begin, end)
         begins = self.ranges[0].copy()
@@ -62,10 +62,10 @@ class RangeSet:
         else:
             begins.insert(i, begin)
             ends.insert(i, end)
-        self.ranges = (begins, ends)
+        return begins, ends
 
-    def remove(self, begin: int, end: int) -> None:
-        """Remove a range that is wholly covered."""
+    def without_range(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """What `ranges` is without a range that is wholly covered."""
         assert begin < end
         assert self.covers(begin, end)
         begins = self.ranges[0].copy()
@@ -79,7 +79,7 @@ class RangeSet:
         if old_begin < begin:
             begins.insert(i, old_begin)
             ends.insert(i, begin)
-        self.ranges = (begins, ends)
+        return begins, ends
 
     def check_invariants(self) -> None:
         begins, ends = self.ranges
@@ -113,7 +113,11 @@ class _Mapping:
 
 
 class AddressSpace:
-    """All memory that the emulated device knows. A call that raises has changed nothing."""
+    """All memory that the emulated device knows. A call that raises has changed nothing.
+
+    That holds for an interrupt too, since each call ends with assignments and deletions between which no other call comes. An
+    interrupt that comes later finds the call done.
+    """
 
     def __init__(self, granularity: int) -> None:
         self.granularity = granularity
@@ -142,8 +146,9 @@ class AddressSpace:
         end = address + nbytes + PAGE_BYTES
         if raw + span > end:
             unmap_range(end, raw + span - end)
+        reservation = _Reservation(self._count + 1, address, nbytes)
         self._count += 1
-        self._reservations[address] = _Reservation(self._count, address, nbytes)
+        self._reservations[address] = reservation
         return address
 
     def release_reservation(self, address: int, nbytes: int) -> None:
@@ -154,9 +159,9 @@ class AddressSpace:
             )
         if found.mapped:
             raise LogicError(f"release_reservation: {format_bytes(found.mapped)} still mapped in {self._name(found)}")
-        del self._reservations[address]
-        self._free(found)
         self._past.append((address, address + nbytes, f"a freed reservation #{found.number}"))
+        del self._reservations[address]  # before the memory goes: an interrupt here leaves addresses unused, but not in two hands
+        self._free(found)
 
     def _free(self, reservation: _Reservation) -> None:
         """Unmap a range once no view of it is alive."""
@@ -213,21 +218,22 @@ class AddressSpace:
             )
         if self._mapped.touches(address, address + nbytes):
             raise LogicError(f"map_chunk: {self.name_range(address, nbytes)} is mapped already; {self.locate(address)}")
-        self._mapped.add(address, address + nbytes)
-        self._mappings[address] = _Mapping(address, nbytes, chunk, owner)
+        mapping = _Mapping(address, nbytes, chunk, owner)
+        self._mapped.ranges = self._mapped.with_range(address, address + nbytes)
+        self._mappings[address] = mapping
         self._mapped_chunks[chunk] = address
         owner.mapped += nbytes
 
     def unmap(self, address: int, nbytes: int) -> None:
         mapping = self._mapping_at("unmap", address, nbytes)
-        if mapping.accessible and self.usable.covers(address, address + nbytes):  # else a call that was interrupted has done it
-            self.usable.remove(address, address + nbytes)  # first: work that runs late must be refused, not crash
-        mapping.accessible = False
+        if mapping.accessible:
+            self.usable.ranges = self.usable.without_range(address, address + nbytes)  # work that runs late is refused
+            mapping.accessible = False
         if mapping.owner.views > 0:
             zero_range(address, nbytes)
         else:
             clear_range(address, nbytes)
-        self._mapped.remove(address, address + nbytes)
+        self._mapped.ranges = self._mapped.without_range(address, address + nbytes)
         del self._mappings[address]
         del self._mapped_chunks[mapping.chunk]
         mapping.owner.mapped -= nbytes
@@ -237,8 +243,8 @@ class AddressSpace:
         if mapping.accessible:
             return
         allow_access(address, nbytes)
+        self.usable.ranges = self.usable.with_range(address, address + nbytes)
         mapping.accessible = True
-        self.usable.add(address, address + nbytes)
 
     def _mapping_at(self, call: str, address: int, nbytes: int) -> _Mapping:
         mapping = self._mappings.get(address)
@@ -258,8 +264,9 @@ class AddressSpace:
                 raise LogicError(
                     f"host_register: {self.name_range(address, nbytes)} is device memory, of {self._name(reservation)}"
                 )
-        self.registered.add(address, address + nbytes)
-        self.usable.add(address, address + nbytes)
+        usable = self.usable.with_range(address, address + nbytes)
+        self.registered.ranges = self.registered.with_range(address, address + nbytes)
+        self.usable.ranges = usable
         self.host_ranges[address] = nbytes
 
     def host_unregister(self, address: int, nbytes: int) -> None:
@@ -267,12 +274,11 @@ class AddressSpace:
             raise LogicError(
                 f"host_unregister: {self.name_range(address, nbytes)} is not a registered range; {self.locate(address)}"
             )
-        if self.usable.covers(address, address + nbytes):  # else a call that was interrupted has done it
-            self.usable.remove(address, address + nbytes)
-        if self.registered.covers(address, address + nbytes):
-            self.registered.remove(address, address + nbytes)
-        del self.host_ranges[address]
         self._past.append((address, address + nbytes, "an unregistered host range"))
+        usable = self.usable.without_range(address, address + nbytes)
+        self.registered.ranges = self.registered.without_range(address, address + nbytes)
+        self.usable.ranges = usable
+        del self.host_ranges[address]
 
     # --- checks
 

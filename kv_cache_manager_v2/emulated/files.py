@@ -96,7 +96,7 @@ class FileTransfers:
             with self._schedule.lock:
                 queued = start in queue.pending
             for i in range(len(made)):
-                if not queued and not transfers[i].started:
+                if not queued and not transfers[i].submitted:
                     self.by_gate.pop(made[i], None)
                 elif made[i] not in gates:
                     gates.append(made[i])

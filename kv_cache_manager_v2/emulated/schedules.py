@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from random import Random
-from threading import Condition, RLock, get_ident
+from threading import RLock, get_ident
 from typing import Final
 
+from kv_cache_manager_v2.device.waiters import Waiters
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.streams import ALL_STEPS, Event, FailureLog, Operation, StreamQueue, Tally
 from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer, TransferScheduler
@@ -80,7 +81,7 @@ class CooperativeSchedule(Schedule):
         self.running: dict[int, StreamQueue] = {}  # by thread: the stream whose first operation it runs
         self.transferring: dict[int, EmulatedTransfer] = {}  # by thread: the transfer that it runs
         self._gate_opened = False  # since the latest `_collect`
-        self._ran = Condition(self.lock)  # work on another thread has ended
+        self._waiters = Waiters()  # for work on another thread to end
 
     def retire(self, queue: StreamQueue) -> None:
         queue.retired = True
@@ -93,24 +94,29 @@ class CooperativeSchedule(Schedule):
             self.busy = True
             queue.direct = False
             if not queue.listed:
-                self.active.append(queue)
                 queue.listed = True
+                self.active.append(queue)  # no call, hence no interrupt, comes between this line and the one before
             queue.add(operation)
 
     def start(self, transfer: EmulatedTransfer) -> None:
         with self.lock:
-            if transfer.started:
+            if transfer.submitted:
                 return
             self.busy = True
             if transfer.held():
-                self.hanging.append(transfer)
-                self.deadlines.append((self.clock + self.timeout_calls, transfer))
+                hanging = [*self.hanging, transfer]
+                deadlines = self.deadlines.copy()
+                deadlines.append((self.clock + self.timeout_calls, transfer))
+                self.hanging = hanging  # from here on no call, hence no interrupt
+                self.deadlines = deadlines
+                transfer.submitted = True
             else:
+                transfer.submitted = True
                 self.ready.append(transfer)
-            transfer.started = True
 
     def changed(self) -> None:
-        self._gate_opened = True
+        with self.lock:
+            self._gate_opened = True
         self.advance()
 
     # --- running one operation or transfer
@@ -161,7 +167,7 @@ class CooperativeSchedule(Schedule):
         return ALL_STEPS
 
     def _run_taken(self, me: int) -> None:
-        """Run what this thread has taken. An exception ends the operation and is kept; an interrupt leaves it to be run later."""
+        """Run what this thread has taken. An exception ends the operation and is kept; an interrupt leaves it to be run again."""
         queue = self.running.get(me)
         if queue is None:
             self._transfer(self.transferring[me])
@@ -176,15 +182,16 @@ class CooperativeSchedule(Schedule):
                 queue.pending.popleft()
 
     def _transfer(self, transfer: EmulatedTransfer) -> None:
-        try:
-            error = transfer.perform()
-            self.tally.add_transfer(transfer.nbytes)
-        except Exception as misuse:  # the gate must open after any error
-            error = str(misuse)
-            self.failures.add(None, misuse)
-        with self.lock:
+        if transfer.running():  # else an interrupt came when it had ended: others may use its memory now
+            try:
+                error = transfer.perform()
+                self.tally.add_transfer(transfer.nbytes)
+            except Exception as misuse:  # the gate must open after any error
+                error = str(misuse)
+                self.failures.add(None, misuse)
             if transfer.running():
                 transfer.finish(error)
+        with self.lock:
             self.ready.remove(transfer)
 
     def _end_taken(self, me: int) -> None:
@@ -198,7 +205,7 @@ class CooperativeSchedule(Schedule):
                 self.drained(queue)
             self.running.pop(me, None)
             self.transferring.pop(me, None)
-            self._ran.notify_all()
+            self._waiters.wake_all()
             self.busy = len(self.active) > 0 or len(self.ready) > 0 or len(self.hanging) > 0
 
     def drained(self, queue: StreamQueue) -> None:
@@ -218,10 +225,13 @@ class CooperativeSchedule(Schedule):
     def _collect(self) -> None:
         """Let transfers run whose hang has ended. O(1) if no gate was opened since the last call. The lock is held."""
         if self._gate_opened:
+            ready = self.ready + [transfer for transfer in self.hanging if not transfer.held()]
+            hanging = [transfer for transfer in self.hanging if transfer.held()]
+            deadlines = deque([(when, transfer) for when, transfer in self.deadlines if transfer.held()])
+            self.ready = ready  # from here on no call, hence no interrupt
+            self.hanging = hanging
+            self.deadlines = deadlines
             self._gate_opened = False
-            self.ready += [transfer for transfer in self.hanging if not transfer.held() and transfer not in self.ready]
-            self.hanging = [transfer for transfer in self.hanging if transfer.held()]
-            self.deadlines = deque([(when, transfer) for when, transfer in self.deadlines if transfer.held()])
 
     # --- waiting
 
@@ -239,13 +249,15 @@ class CooperativeSchedule(Schedule):
         with self.lock:
             if self.idle() if event is None else event.complete():
                 return
-            if self.running or self.transferring:
-                self._ran.wait(_WAIT_S)
-            elif self.deadlines:
-                self.clock = max(self.clock, self.deadlines[0][0] - 1)
-                self.tick()
-            elif not self._gate_opened and not self._any_can_run():
-                raise LogicError(self._stuck(event))
+            if not (self.running or self.transferring):
+                if self.deadlines:
+                    self.clock = max(self.clock, self.deadlines[0][0] - 1)
+                    self.tick()
+                elif not self._gate_opened and not self._any_can_run():
+                    raise LogicError(self._stuck(event))
+                return
+            ticket = self._waiters.enter()
+        self._waiters.sleep(ticket, _WAIT_S)
 
     def _any_can_run(self) -> bool:
         return bool(self.ready) or any(queue.pending and not queue.pending[0].blocked() for queue in self.active)

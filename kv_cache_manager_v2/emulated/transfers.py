@@ -47,7 +47,6 @@ class EmulatedTransfer(Transfer):
         self.broken = False  # injected fault: end with EIO
         self.hold: EmulatedGate | None = None  # injected fault: hang until this is opened
         self.waits: list[TransferWait] = []  # every operation queued to wait for the gate
-        self.started = False  # `TransferScheduler.start` was called
 
     def awaited(self) -> bool:
         """Whether queued work waits for the gate, even if it is open."""

@@ -10,9 +10,11 @@ A batch whose queueing failed is canceled: its slots and staging regions are fre
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT, Driver
+from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
 from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
@@ -33,8 +35,8 @@ class TransfersInFlight:
         self._transfers: list[Transfer] = []  # in order of submission
         self._canceled: list[CopyBatch] = []  # canceled batches whose slots are not free yet
         self.in_flight = 0  # transfers and canceled batches
-        self._spent_gates: list[int] = []  # gates of ended transfers that a stream may not have passed yet
-        self._spent_points: list[Point] = []
+        self._spent: list[tuple[int, Point]] = []  # gates of ended transfers, and where their streams have passed them
+        self._freeing = Freeing()  # of gates
         self.lost: list[Page] = []  # pages newly found lost, for `Hierarchy.settle`
         self.last_error = ""  # error text of the latest failed transfer
 
@@ -178,8 +180,7 @@ class TransfersInFlight:
             if region.transfers == 0 and not region.in_use:
                 self._ring.complete(region)
         if transfer.batch is None:
-            self._spent_gates.append(transfer.gate)
-            self._spent_points.append(transfer.passed)
+            self._spent.append((transfer.gate, transfer.passed))
 
     def _release_canceled(self) -> None:
         """Free the slots and staging regions of canceled batches whose transfers have ended."""
@@ -196,19 +197,19 @@ class TransfersInFlight:
         for staged in batch.staged:
             self._ring.finish(staged.region, batch.end)
         for transfer in batch.transfers:
-            self._spent_gates.append(transfer.gate)
-            self._spent_points.append(batch.end)
+            self._spent.append((transfer.gate, batch.end))
 
     def release_passed_gates(self) -> None:
         """Release the gates of ended transfers that their streams have passed and that no entry of a copy needs."""
-        if not self._spent_gates:
+        if not self._spent:
             return
         asked = [transfer.gate for transfer in self._transfers if transfer.is_copy]
-        for index in range(len(self._spent_gates) - 1, -1, -1):
-            if self._spent_gates[index] not in asked and self._timeline.done(self._spent_points[index]):
-                self._driver.release_gate(self._spent_gates[index])
-                del self._spent_gates[index]
-                del self._spent_points[index]
+        for index in range(len(self._spent) - 1, -1, -1):
+            gate, passed = self._spent[index]
+            if gate not in asked and self._timeline.done(passed):
+                self._freeing.free(gate, partial(self._driver.release_gate, gate))
+                del self._spent[index]
+                self._freeing.doubtful = NOTHING
 
     # --- questions
 

@@ -13,8 +13,9 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.config import CacheTierConfig, DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
-from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
+from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import available_bytes
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier

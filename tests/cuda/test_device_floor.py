@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
+from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena
 from kv_cache_manager_v2.device.driver import GATE_DONE
+from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import HostRegistrationError, OutOfMemoryError
 from kv_cache_manager_v2.extras.cuda import CudaDriver

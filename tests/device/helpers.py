@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kv_cache_manager_v2.device.arenas import ChunkPool, DeviceArena, DiskArena, HostArena
+from kv_cache_manager_v2.device.arenas import ChunkPool, DeviceArena, DiskArena
+from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.ids import Stream

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena, HostArena
+from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena, DiskArena
+from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, available_bytes, map_range, populate_range, unmap_range
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
@@ -39,10 +40,10 @@ def test_device_slots_grow_and_shrink_in_place() -> None:
     pool = ChunkPool(driver, GRANULARITY)
     slot_bytes = GRANULARITY // 3 * 2
     arena = DeviceArena(driver, pool, slot_bytes, 10 * GRANULARITY + 1)
-    base = arena.base
     assert arena.reserved_bytes == 11 * GRANULARITY
     assert (pool.in_use, arena.mapped_bytes) == (0, 0)
     arena.resize(5)
+    base = arena.base
     stamp(driver, arena, range(5))
     assert arena.address(4) == base + 4 * slot_bytes
     assert pool.in_use == 4
@@ -107,7 +108,7 @@ def test_a_pool_cannot_outgrow_its_address_space() -> None:
     arena.close()
     driver.fail("reserve")
     with pytest.raises(OutOfMemoryError, match="reserve"):
-        DeviceArena(driver, pool, 16, GRANULARITY)
+        DeviceArena(driver, pool, 16, GRANULARITY).resize(1)
     with pytest.raises(ConfigError, match="slot_bytes=0"):
         DeviceArena(driver, pool, 0, GRANULARITY)
     with pytest.raises(ConfigError, match="chunk_bytes"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from functools import partial
 
 import pytest
 
@@ -12,23 +11,9 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import Stream
 from tests.device.drivers import refusing
+from tests.support.interrupts import Interrupter
 
 FILES = ("device/timeline.py", "device/line.py")
-
-
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th place of the timeline at which a signal can be handled."""
-
-    def __init__(self, nth: int) -> None:
-        self.nth = nth
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(FILES):
-            self.count += 1
-            if self.count == self.nth:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
 
 
 def _work(timeline: Timeline, streams: list[Stream]) -> None:
@@ -52,27 +37,21 @@ def test_an_interrupted_timeline_goes_on() -> None:
         streams = [driver.create_stream() for _stream in range(3)]
         for stream in streams:
             timeline.record(stream)
-        interrupter = Interrupter(nth)
-        sys.setprofile(interrupter)
-        try:
-            _work(timeline, streams)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        reached = interrupter.count >= nth
+        interrupter = Interrupter(nth, FILES)
+        interrupter.run(partial(_work, timeline, streams))
+        reached = interrupter.reached
         timeline.check_invariants()
         for stream in streams:
             before = timeline.record(stream)
             gate = driver.gate(stream)
             after = timeline.record(stream)
-            assert timeline.done(before), f"interrupted at place {nth}"
-            assert not timeline.done(after), f"interrupted at place {nth}"
+            assert timeline.done(before), f"interrupted at {interrupter.where}"
+            assert not timeline.done(after), f"interrupted at {interrupter.where}"
             gate.open()
             assert timeline.done(after)
         timeline.check_invariants()
         timeline.close()
-        assert not [leak for leak in driver.leaks() if leak.startswith("event")], f"interrupted at place {nth}"
+        assert not [leak for leak in driver.leaks() if leak.startswith("event")], f"interrupted at {interrupter.where}"
     assert nth > 30
 
 

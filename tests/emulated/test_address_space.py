@@ -233,11 +233,11 @@ def test_range_sets_agree_with_sets_of_bytes(changes: list[tuple[bool, int, int]
         span = set(range(start, start + size))
         if adding and not model & span:
             assert not ranges.touches(start, start + size)
-            ranges.add(start, start + size)
+            ranges.ranges = ranges.with_range(start, start + size)
             model |= span
         elif not adding and span <= model:
             assert ranges.covers(start, start + size)
-            ranges.remove(start, start + size)
+            ranges.ranges = ranges.without_range(start, start + size)
             model -= span
         ranges.check_invariants()
     asked = set(range(begin, begin + length))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,9 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
 from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
+from tests.support.interrupts import Interrupter
 
+DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py", "device/waiters.py")
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -144,24 +145,6 @@ def test_a_file_transfer_whose_stream_gets_no_thread_leaves_no_gate(monkeypatch:
 # --- interruptions
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line of the emulated device that this thread runs."""
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def trace(self, frame: FrameType, what: str, argument: object) -> Any:
-        if "kv_cache_manager_v2/emulated/" not in frame.f_code.co_filename:
-            return None
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if what == "line" and not text.startswith("with "):  # where a block is left, too, but where no signal is looked for
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.trace
-
-
 def calls(r: Rig, order: list[int]) -> None:
     """Something of everything, with work that waits for other work."""
     a, b, _c = r.streams
@@ -180,30 +163,25 @@ def calls(r: Rig, order: list[int]) -> None:
 
 
 @every_schedule
-def test_an_interruption_at_any_line_kills_no_stream(schedule: str) -> None:
+def test_an_interruption_at_any_place_kills_no_stream(schedule: str) -> None:
     """Whatever was queued still runs, in order and once, and later work too."""
     if COMPILED:
-        pytest.skip("compiled code runs no trace function")
+        pytest.skip("compiled code handles signals only where it calls interpreted code")
     nth = 1
     reached = True
     while reached:
         with rig(schedule, seed=nth) as r:
             order: list[int] = []
-            interrupter = Interrupter(nth)
-            sys.settrace(interrupter.trace)
-            try:
-                calls(r, order)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            reached = interrupter.left == 0
+            interrupter = Interrupter(nth, DEVICE)
+            error = interrupter.run(partial(calls, r, order))
+            reached = interrupter.reached
+            assert isinstance(error, KeyboardInterrupt) == reached, error
             r.driver.synchronize()
-            assert order == sorted(set(order)), f"line {nth}: {order}"
+            assert order == sorted(set(order)), f"{interrupter.where}: {order}"
             for stream in r.streams:
                 r.driver.launch(stream, lambda order=order: order.append(9))  # type: ignore[misc]
             r.driver.synchronize()
-            assert order.count(9) == 3, f"line {nth}: {order}"
+            assert order.count(9) == 3, f"{interrupter.where}: {order}"
             for event in list(range(1, 200)):
                 _destroy(r.driver, event)
         nth += 7 if nth > 40 else 1

@@ -82,7 +82,7 @@ def interrupts(kind: str | None, seed: int, operations: int) -> Source | None:
     """Where the interrupts of a run come from."""
     rng = random.Random(f"interrupts {seed}")
     if kind == "timer":
-        return Timer(lambda: rng.random() * 0.002 if rng.random() < 0.2 else 0.0)
+        return Timer(lambda: rng.random() ** 2 * 0.001 if rng.random() < 0.2 else 0.0)
     if kind == "places":
         return Places(rng.sample(range(100 * operations), 3))
     return None

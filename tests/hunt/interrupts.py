@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 import kv_cache_manager_v2
 from kv_cache_manager_v2 import CacheStatus, CorruptedError, KVCacheError
+from kv_cache_manager_v2.emulated.streams import CallOperation
 from tests.hunt import memory
 from tests.hunt.base import Found
 from tests.hunt.hunter import Hunter
@@ -64,14 +65,18 @@ class Timer(Source):
     def __init__(self, draw: Callable[[], float]) -> None:
         self.draw = draw
         self.inside = False
+        self.places: list[str] = []
         self.before = signal.signal(signal.SIGALRM, self._strike)
 
     def _strike(self, _number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code.co_filename == KERNELS:
+        if not self.inside:
+            return
+        if _runs_a_kernel(frame):
             signal.setitimer(signal.ITIMER_REAL, 5e-5)  # a kernel runs on the device, which no interrupt of the host reaches
-        elif self.inside:
-            self.inside = False
-            raise KeyboardInterrupt
+            return
+        self.inside = False
+        self.places.append(_place_of(frame))
+        raise KeyboardInterrupt
 
     def arm(self) -> None:
         after = self.draw()
@@ -86,6 +91,26 @@ class Timer(Source):
     def release(self) -> None:
         self.disarm()
         signal.signal(signal.SIGALRM, self.before)
+
+    def describe(self) -> str:
+        return f"; interrupted {len(self.places)} times, at last {', '.join(self.places[-3:])}"
+
+
+def _runs_a_kernel(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == KERNELS or isinstance(frame.f_locals.get("self"), CallOperation):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The innermost functions under way. Compiled ones have no frame."""
+    names: list[str] = []
+    while frame is not None and len(names) < 4:
+        names.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names)
 
 
 class Places(Source):

@@ -1,64 +1,32 @@
-"""Ctrl-C at any instruction of a call, on the interpreted build: the manager works, or says that it is poisoned; its lock is free.
-
-The interpreter runs a signal's handler at the start of a Python function and after a call of a C function. A profiler is asked at
-the same places, so it interrupts where a signal can, and at a place that is counted.
-"""
+"""Ctrl-C at any place of a call: the manager works, or says that it is poisoned, and its lock is free."""
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
 from tests.manager.test_any_exception import CALLS, free_lock, poisoned, scene_of
+from tests.support.interrupts import Interrupter
 
 POINTS = 12  # of a call, evenly spread
-PACKAGE = "kv_cache_manager_v2/"
-DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py")  # what a signal does inside a device is its affair
-
-
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th place at which a signal can be handled."""
-
-    def __init__(self, nth: int) -> None:
-        self.nth = nth
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if event not in ("call", "c_return") or PACKAGE not in file or any(part in file for part in DEVICE):
-            return
-        if frame.f_code.co_name == "__del__":
-            return  # what a finaliser raises, Python itself only reports
-        self.count += 1
-        if self.count == self.nth:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
+DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py", "device/waiters.py")  # have tests of their own
 
 
 def interrupted(name: str, folder: Path, nth: int) -> int:
     """Interrupt the call there; how many places it has, if it was not reached."""
     scene = scene_of("window", folder, name)
-    interrupter = Interrupter(nth)
-    error: BaseException | None = None
-    sys.setprofile(interrupter)
-    try:
-        CALLS[name](scene)
-    except BaseException as raised:
-        error = raised
-    finally:
-        sys.setprofile(None)
-    if interrupter.count < nth:
+    interrupter = Interrupter(nth, spared=DEVICE)
+    error = interrupter.run(partial(CALLS[name], scene))
+    if not interrupter.reached:
         assert error is None, error
         scene.finish()
         return interrupter.count
     assert isinstance(error, KeyboardInterrupt), error
     scene.interrupted = True
-    where = f"interrupted at place {nth}"
-    assert free_lock(scene.manager), f"{where}: the lock is held"
+    assert free_lock(scene.manager), f"interrupted at {interrupter.where}: the lock is held"
     if not poisoned(scene):
         scene.finish()
     return nth

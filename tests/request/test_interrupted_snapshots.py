@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 
 import pytest
 
+from kv_cache_manager_v2 import KVCache
 from kv_cache_manager_v2.build import COMPILED
-from tests.manager.test_interrupts import Interrupter
+from tests.manager.test_interrupts import DEVICE
+from tests.support.interrupts import Interrupter
 from tests.support.models import hybrid
 from tests.support.rig import GPU, Rig, toks
 
@@ -24,15 +26,9 @@ def test_an_interrupted_commit_leaves_no_snapshot_of_another_length(count: int) 
         assert request.advance(toks(0, 2))
         assert request.cache.resize(2 + count, 2)
         request.write(toks(2, 2 + count))
-        interrupter = Interrupter(nth)
-        sys.setprofile(interrupter)
-        try:
-            request.cache.commit(toks(2, 2 + count))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        reached = interrupter.count >= nth
+        interrupter = Interrupter(nth, spared=DEVICE)
+        interrupter.run(partial(request.cache.commit, toks(2, 2 + count)))
+        reached = interrupter.reached
         if rig.manager.poison_reason() is None:
             request.close()
             for length in (2, 2 + count):
@@ -40,6 +36,13 @@ def test_an_interrupted_commit_leaves_no_snapshot_of_another_length(count: int) 
                 again.check()
                 again.close()
         rig.manager.shutdown()
+
+
+def _copy(rig: Rig, cache: KVCache, call: str) -> None:
+    if call == "fork":
+        rig.own(cache.fork())
+    else:
+        cache.commit(toks(0, 3))
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
@@ -53,23 +56,14 @@ def test_an_interrupted_copy_of_a_state_keeps_no_slot(call: str) -> None:
         request = rig.start()
         assert request.cache.resize(3, 0)
         request.write(toks(0, 3))
-        interrupter = Interrupter(nth)
-        sys.setprofile(interrupter)
-        try:
-            if call == "fork":
-                rig.own(request.cache.fork())
-            else:
-                request.cache.commit(toks(0, 3))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        reached = interrupter.count >= nth
+        interrupter = Interrupter(nth, spared=DEVICE)
+        interrupter.run(partial(_copy, rig, request.cache, call))
+        reached = interrupter.reached
         if rig.manager.poison_reason() is None:
             for cache in rig._opened:
                 cache.close()
             rig.driver.synchronize()
             rig.manager.clear_reusable_blocks()
             for row in rig.manager.get_storage_statistics(GPU):
-                assert row.free == row.total, f"interrupted at place {nth}"
+                assert row.free == row.total, f"interrupted at {interrupter.where}"
         rig.manager.shutdown()

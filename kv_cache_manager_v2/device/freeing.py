@@ -1,0 +1,51 @@
+"""Frees objects of a device one after the other, each once, although an interrupt may hide that a call was carried out.
+
+An interrupt (Ctrl-C) may come after the driver has freed an object and before the caller has recorded it. The caller then tries
+again, and the driver may refuse: it knows no such object any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kv_cache_manager_v2.errors import CuError, KVCacheError, LogicError
+
+NOTHING: Final = -1  # in place of a handle or an address
+
+# "invalid value", "invalid handle" and "host memory not registered" in the numbering of the CUDA driver.
+_UNKNOWN_OBJECT_CODES: Final = (1, 400, 713)
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Freeing:
+    """The object that is being freed, or for another reason may be unknown to the device."""
+
+    def __init__(self) -> None:
+        self.doubtful = NOTHING  # handle or address of an object that the device may have, or not
+
+    def free(self, handle: int, call: Callable[[], None]) -> None:
+        """Free an object by a call of the driver. The caller then records that, and sets `doubtful` to NOTHING, in this order.
+
+        A refusal is raised, unless the object was in doubt and the driver says that it does not exist.
+        """
+        was_doubtful = self.doubtful == handle
+        self.doubtful = handle
+        try:
+            call()
+        except Exception as error:
+            if was_doubtful and _says_unknown(error):
+                _log.info("an object (%d) whose freeing was interrupted is gone: %s", handle, error)
+                return
+            if not was_doubtful and isinstance(error, KVCacheError):
+                self.doubtful = NOTHING  # a driver's own error has changed nothing
+            raise
+
+
+def _says_unknown(error: Exception) -> bool:
+    """Whether a refusal means that the object does not exist."""
+    if isinstance(error, CuError):
+        return error.error_code in _UNKNOWN_OBJECT_CODES
+    return isinstance(error, (LogicError, LookupError, ValueError))
