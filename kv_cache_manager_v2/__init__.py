@@ -13,6 +13,7 @@ from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
+from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, create_default_kv_cache_cold_page_codec
 from kv_cache_manager_v2.config import (
     AttentionLayerConfig,
     BatchDesc,
@@ -159,6 +160,8 @@ __all__ = [
     "KVCacheDesc",
     "BatchDesc",
     "SwaScratchReuseConfig",
+    "IKvCacheColdPageCodec",
+    "create_default_kv_cache_cold_page_codec",
     # devices
     "Driver",
     "EmulatedDriver",

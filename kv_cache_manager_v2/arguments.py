@@ -140,7 +140,7 @@ def positive(value: object, name: str) -> float:
 
 
 def unsigned(value: object, name: str) -> int:
-    """An unsigned 64-bit integer, such as an engine's id."""
+    """An unsigned 64-bit integer, such as a salt."""
     number = whole(value, name)
     if not 0 <= number < UNSIGNED_64_LIMIT:
         raise ConfigError(f"{name} {number} is out of range: it must be in 0..2**64-1")
@@ -152,9 +152,54 @@ def unsigned_or_none(value: object, name: str) -> int | None:
     return None if value is None else unsigned(value, name)
 
 
-def request_id(value: object, name: str = "id") -> int | None:
-    """An engine's own number of a request, or None for none."""
-    return unsigned_or_none(value, name)
+# --- ids of requests
+
+
+class OpaqueId:
+    """An engine's id of a request that is neither an integer nor a string.
+
+    Its hash and its text are taken once, and an error in a comparison means unequal: the code of its class can make no call fail.
+    """
+
+    def __init__(self, value: object, name: str) -> None:
+        self.value = value
+        try:
+            self._hash = hash(value)
+            self._text = shown(value)
+        except Exception as error:
+            kind = type(value).__name__
+            raise ConfigError(f"{name} is of class {kind}: {error}; pass an int, a str or another object that has a hash") from None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OpaqueId):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except Exception:
+            return False
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def request_id(value: object, name: str = "id") -> object:
+    """An engine's id of a request, as the package keeps it: an int, a str, an OpaqueId, or None for none."""
+    if value is None or type(value) is int or type(value) is str:
+        return value
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    return OpaqueId(value, name)
+
+
+def as_given(kept: object) -> object:
+    """The id that the engine gave."""
+    return kept.value if isinstance(kept, OpaqueId) else kept
 
 
 # --- single values of other types

@@ -106,6 +106,10 @@ class CacheTierConfig(ABC):
     def validate(self) -> None:
         _check_whole(self, "quota", 1, f" of {type(self).__name__}")
 
+    def assert_valid(self) -> None:
+        """`validate`, by the reference's name."""
+        self.validate()
+
     @property
     @abstractmethod
     def tier(self) -> CacheTier:

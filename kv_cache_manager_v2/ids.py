@@ -70,5 +70,5 @@ PRIORITY_DEFAULT: Final = 35  # lower is evicted earlier
 
 TOKEN_ID_LIMIT: Final = 1 << 31  # token ids are below it, so that bit 31 of a packed word can mark a digest
 DIGEST_BYTES: Final = 32  # length of a multimodal digest (SHA-256 or BLAKE3)
-UNSIGNED_64_LIMIT: Final = 1 << 64  # request ids, LoRA ids and salts are unsigned 64-bit
+UNSIGNED_64_LIMIT: Final = 1 << 64  # LoRA ids and salts are unsigned 64-bit
 INT32_MAX: Final = (1 << 31) - 1  # page indices are int32 on the device

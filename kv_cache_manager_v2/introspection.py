@@ -64,9 +64,9 @@ def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]:
         return [slot_counts(manager, level, group) for level in levels for group in groups]
 
 
-def storage_statistics(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
+def storage_statistics(manager: KVCacheManager, cache_level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
     """By pool group. Raises ConfigError for a level that there is not."""
-    return manager.get_storage_statistics(level)
+    return manager.get_storage_statistics(cache_level)
 
 
 def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:

@@ -7,11 +7,13 @@ takes no lock. A request must be used by one thread at a time; different request
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, SupportsIndex
 
 from kv_cache_manager_v2.arguments import (
     Integers,
+    as_given,
     at_least,
     flag,
     renamed,
@@ -100,9 +102,9 @@ class KVCache(PageIndexViews):
         return self._state.status == ACTIVE
 
     @property
-    def id(self) -> int | None:
+    def id(self) -> Hashable:
         """The engine's id of the request; None if it gave none."""
-        return self._state.request_id
+        return as_given(self._state.request_id)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -187,6 +189,11 @@ class KVCache(PageIndexViews):
     def cached_tokens_by_level(self) -> list[int]:
         """Tokens reused at creation, by the coldest cache level of each block's pages. They sum to the reused length."""
         return list(self._state.cached_tokens_by_level)
+
+    def _get_last_cached_token_level(self) -> int | None:
+        """The cache level to which the last token reused at creation is credited; None if none was reused."""
+        level = self._state.last_cached_level
+        return level if level >= 0 else None
 
     def _get_num_reusable_tokens_before_pruning(self) -> int:
         """Tokens of the longest cached path at creation, regardless of missing pages."""
@@ -382,7 +389,7 @@ class KVCache(PageIndexViews):
             residency.close(self._state)
         self._state.report_loss()
 
-    def fork(self, id: SupportsIndex | None = None) -> KVCache:
+    def fork(self, id: Hashable = None) -> KVCache:
         """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.
 
         Full blocks are shared; a partial last block is copied when the fork first resumes. The fork's capacity is this cache's

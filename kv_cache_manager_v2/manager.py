@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Final, SupportsIndex, cast
 
@@ -25,9 +25,9 @@ from kv_cache_manager_v2.arguments import (
     octets,
     renamed,
     request_id,
-    shown,
     unsigned,
 )
+from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, require_plain_pages
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.default_device import default_driver
 from kv_cache_manager_v2.device.driver import Driver
@@ -78,13 +78,12 @@ class KVCacheManager(ManagerStatistics):
         self,
         config: KVCacheManagerConfig,
         event_manager: CacheListener | None = None,
-        cold_page_codec: object = None,
+        cold_page_codec: IKvCacheColdPageCodec | None = None,
         *,
         driver: Driver | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if cold_page_codec is not None:
-            raise ConfigError(f"cold_page_codec is {shown(cold_page_codec)}; it is not supported and must be omitted")
+        require_plain_pages(cold_page_codec)
         listener = instance_or_none(event_manager, CacheListener, "event_manager")  # type: ignore[type-abstract]  # asked, not made
         given = instance_or_none(driver, Driver, "driver")  # type: ignore[type-abstract]
         now = time.monotonic if clock is None else cast("Callable[[], float]", function(clock, "clock"))
@@ -158,7 +157,7 @@ class KVCacheManager(ManagerStatistics):
         self,
         reuse_scope: ScopeLike | None = None,
         input_tokens: Tokens | None = None,
-        id: SupportsIndex | None = None,
+        id: Hashable = None,
         custom_priority_callback: PriorityCallback | None = None,
         expected_prompt_length: SupportsIndex | None = None,
         text_only: bool | None = None,
@@ -167,9 +166,9 @@ class KVCacheManager(ManagerStatistics):
         """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
         Allocates no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Omit the last prompt token if its
-        output has to be computed. `id` is any unsigned 64-bit number. The callback returns the priority (0..100, lower is evicted
-        earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, and for an id or a scope out of
-        range.
+        output has to be computed. `id` is the engine's own: any object that has a hash. The callback returns the priority (0..100,
+        lower is evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, an id without a
+        hash, and a scope out of range.
         """
         number = request_id(id)
         expected = at_least_or_none(expected_prompt_length, "expected_prompt_length", 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.arguments import (
+    as_given,
     deprecated,
     renamed,
     request_id,
@@ -126,26 +128,27 @@ class ManagerStatistics(ManagerLayout):
         self._level(cache_level, level)
         return list(self._layout.pool_group_of)
 
-    def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def mark_stats_dirty(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Mark a request as having uncommitted counts. None is ignored. `id` is the old name of the parameter."""
         number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.mark_dirty(number, None)
 
-    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def clear_stats_dirty(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Clear the mark of uncommitted counts of a request. None is ignored. `id` is the old name of the parameter."""
         number = _id(kv_cache_id, id)
         if number is not None:
             with self._shared.lock:
                 self._ledger.clear_dirty(number)
 
-    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
+    def get_dirty_stats_kv_cache_ids(self) -> set[Hashable]:
         """Ids of the requests that have uncommitted counts, as a copy."""
         with self._shared.lock:
-            return self._ledger.dirty_ids()
+            kept = self._ledger.dirty_ids()
+        return {as_given(number) for number in kept}
 
-    def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def mark_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Exclude a dummy request from statistics and from the samples for rebalancing. None is ignored.
 
         `id` is the old name of the parameter.
@@ -156,18 +159,18 @@ class ManagerStatistics(ManagerLayout):
                 self._ledger.excluded.add(number)
                 self._ledger.clear_dirty(number)
 
-    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def clear_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Include a request in statistics again. None is ignored. `id` is the old name of the parameter."""
         number = _id(kv_cache_id, id)
         if number is not None:
             self._ledger.excluded.discard(number)
 
-    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool:
+    def is_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> bool:
         """Whether a request is excluded from statistics. `id` is the old name of the parameter."""
         number = _id(kv_cache_id, id)
         return number is not None and number in self._ledger.excluded
 
 
-def _id(kv_cache_id: SupportsIndex | None, id: SupportsIndex | None) -> int | None:
+def _id(kv_cache_id: Hashable, id: Hashable) -> object:
     """`id` is the old name."""
     return request_id(kv_cache_id if id is None else renamed("id", "kv_cache_id", id), "kv_cache_id")

@@ -30,7 +30,7 @@ LEFT_OUT: Final = frozenset({"__repr__", "__str__", "__post_init__", "__del__", 
 def public(name: str) -> bool:
     """Names without an underscore, special methods, and the reference's private getters, which engines call."""
     special = name.startswith("__") and name.endswith("__")
-    return name not in LEFT_OUT and (not name.startswith("_") or special or name.startswith("_get_num_"))
+    return name not in LEFT_OUT and (not name.startswith("_") or special or name.startswith("_get_"))
 
 
 def modules() -> list[str]:

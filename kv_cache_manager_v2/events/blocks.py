@@ -10,6 +10,8 @@ from typing import Final
 
 from mypy_extensions import i16, mypyc_attr, u8
 
+from kv_cache_manager_v2.arguments import shown
+from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.events.hashes import HashedBlock
 from kv_cache_manager_v2.events.records import MmKey
 from kv_cache_manager_v2.reuse.block import Block, RootBlock
@@ -67,6 +69,14 @@ class EventRecord:
         self.level: u8 = level
         self.priority: u8 = priority
         self.group: i16 = group
+
+
+def tree_block(block: object) -> Block:
+    """The argument as a block of the tree. It may be what `introspection.make_test_block` returns."""
+    found = block if isinstance(block, Block) else getattr(block, "block", None)
+    if not isinstance(found, Block):
+        raise ConfigError(f"block is {shown(block)}; it must be a block of the tree")
+    return found
 
 
 def pack_state(level: int, priority: int) -> int:

@@ -36,6 +36,7 @@ from kv_cache_manager_v2.events.blocks import (
     mm_keys_of,
     pack_state,
     priority_in,
+    tree_block,
 )
 from kv_cache_manager_v2.events.hashes import make_block_hashes
 from kv_cache_manager_v2.events.pending import PendingEvents, StoredRun
@@ -284,6 +285,22 @@ class KVCacheEventManager(CacheListener):
             else:
                 name = given
             self._pending.add(KVCacheUpdatedData(name, moved, valued), group)
+
+    def add_stored_block_event_from_block(self, block: object) -> None:
+        """Tell of every page of a block of the tree, as the cache does (see `introspection.make_test_block`)."""
+        for life_cycle in range(len(tree_block(block).pages)):
+            self.add_stored_life_cycle_event_from_block(block, life_cycle)
+
+    def add_stored_life_cycle_event_from_block(self, block: object, life_cycle: SupportsIndex) -> None:
+        """Tell of the page of one life cycle, if the block has one."""
+        page = tree_block(block).page(arguments.at_least(life_cycle, "life_cycle", 0))
+        if page is not None:
+            covers = page.coverage >= tree_block(block).num_tokens
+            self.page_stored(tree_block(block), page.life_cycle, page.level, page.priority, covers)
+
+    def add_removed_life_cycle_event(self, block_key: bytes, life_cycle: SupportsIndex) -> None:
+        """Remove an announced block from one life cycle, by its chained key."""
+        self.add_removed_event(arguments.octets(block_key, "block_key"), arguments.at_least(life_cycle, "life_cycle", 0))
 
     # --- the stream
 

@@ -34,12 +34,12 @@ def round_half_even(a: int, b: int) -> int:
     return quotient
 
 
-def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
-    """a / b. Raises ConfigError if a is not a multiple of b."""
-    whole_a, whole_b = whole(a, "a"), whole(b, "b")
-    if whole_b == 0 or whole_a % whole_b != 0:
-        raise ConfigError(f"{whole_a} is not a multiple of {whole_b}")
-    return whole_a // whole_b
+def exact_div(x: SupportsIndex, y: SupportsIndex) -> int:
+    """x / y. Raises ConfigError if x is not a multiple of y."""
+    whole_x, whole_y = whole(x, "x"), whole(y, "y")
+    if whole_y == 0 or whole_x % whole_y != 0:
+        raise ConfigError(f"{whole_x} is not a multiple of {whole_y}")
+    return whole_x // whole_y
 
 
 def typed_range(*bounds: _Id) -> Sequence[_Id]:

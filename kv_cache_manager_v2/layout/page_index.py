@@ -78,16 +78,26 @@ class PageIndexConverter:
         self.expansion: int = place.expansion  # page indices of each block
         self.layer_util: int = place.layer_util  # buffers of the layer in the coalesced buffer
         self.layer_first: int = place.layer_first  # position of the first of them
+        self.has_scratch: bool = place.has_scratch  # whether blocks of the layer can be scratch blocks
         self.scratch_enabled = scratch_enabled  # if so, the caller must pass the mode, as the default would be wrong
 
     @property
     def scratch_pages_per_block(self) -> int:
-        """Buffers of the layer in the coalesced buffer: positions of a scratch slot that one block takes."""
+        """Buffers of the layer in the coalesced buffer: positions of a scratch slot that one block takes.
+
+        A kernel that computes scratch pages from it is right only if no scratch block crosses slots. Raises ConfigError if one
+        could: convert by calling this object, or configure no scratch reuse.
+        """
+        if self.has_scratch and self.scale % self.layer_util != 0:
+            raise ConfigError(
+                f"scratch_pages_per_block: the layer's {self.layer_util} buffers do not divide a slot of {self.scale}, so that "
+                "scratch blocks cross slots; convert by calling the converter, or configure swa_scratch_reuse=None"
+            )
         return self.layer_util
 
     def __reduce__(self) -> tuple[object, ...]:
-        offsets = (self.scale, self.layer_offset, self.expansion, self.layer_util, self.layer_first, self.scratch_enabled)
-        return _converter, offsets
+        offsets = (self.scale, self.layer_offset, self.expansion, self.layer_util, self.layer_first)
+        return _converter, (*offsets, self.has_scratch, self.scratch_enabled)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PageIndexConverter):
@@ -205,7 +215,7 @@ class PageIndexConverter:
 
 
 def _converter(
-    scale: int, layer_offset: int, expansion: int, layer_util: int, layer_first: int, scratch_enabled: bool
+    scale: int, layer_offset: int, expansion: int, layer_util: int, layer_first: int, has_scratch: bool, scratch_enabled: bool
 ) -> PageIndexConverter:
     """The converter with these attributes."""
     place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))  # a converter does not use these ids
@@ -214,6 +224,7 @@ def _converter(
     place.expansion = expansion
     place.layer_util = layer_util
     place.layer_first = layer_first
+    place.has_scratch = has_scratch
     return PageIndexConverter(place, scratch_enabled)
 
 

@@ -129,6 +129,7 @@ class BufferPlace:
         self.position = 0  # index among them: offset / size
         self.layer_util = 1  # how many of them belong to this buffer's layer; these are contiguous
         self.layer_first = 0  # position of the first of those
+        self.has_scratch = False  # whether blocks of the layer can be scratch blocks
 
     @property
     def stride(self) -> int:
@@ -335,6 +336,7 @@ def _place_variant(
             place.offset = position * coalescing.size
             place.layer_util = utilisation[buffer.layer_id]
             place.layer_first = first_of.setdefault(buffer.layer_id, position)
+            place.has_scratch = layout.max_rewind is not None and layout.life_cycles[life_cycle].window_size is not None
             layout._places[buffer] = place
             layout.index_span[pool_group] = max(layout.index_span[pool_group], scale * place.expansion)
         described.append(CoalescedBuffer(coalescing.size, tuple(coalescing.buffers)))

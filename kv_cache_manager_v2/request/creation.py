@@ -139,13 +139,18 @@ def _credit_levels(request: Request, levels: list[int]) -> None:
     """
     credit = request.cached_tokens_by_level
     if not request.tables and request.recurrent is not None and request.recurrent.page is not None:
-        credit[request.recurrent.page.level] += request.committed
+        last: int = request.recurrent.page.level
+        credit[last] += request.committed
     elif not levels:
-        credit[GPU_LEVEL] += request.committed
+        last = GPU_LEVEL
+        credit[last] += request.committed
     else:
         size = request.tokens_per_block
         for ordinal, level in enumerate(levels):
             credit[level] += min(size, request.committed - ordinal * size)
+        last = levels[-1]
+    if request.committed > 0:
+        request.last_cached_level = last
 
 
 def _count_lookup(request: Request, pending: PendingStats, match: Match) -> None:

@@ -15,7 +15,7 @@ from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.storage.page import Page
 
 
-def fork(request: Request, request_id: int | None) -> Request:
+def fork(request: Request, request_id: object) -> Request:
     """Make a SUSPENDED request with the same committed tokens and history. Its capacity is the history.
 
     Raises LogicError in the middle of a scratch step of which the fork would read blocks, OutOfPagesError if recurrent state has to

@@ -16,12 +16,12 @@ from kv_cache_manager_v2.storage.page import Page
 _log: Final = logging.getLogger(__name__)
 
 
-def name_of(request_id: int | None) -> str:
+def name_of(request_id: object) -> str:
     """The name of a request in messages."""
     return "a request without id" if request_id is None else f"request {request_id}"
 
 
-def log_loss(request_id: int | None, page: Page) -> None:
+def log_loss(request_id: object, page: Page) -> None:
     """Log that a request depends on a lost page."""
     _log.error(
         "%s: a page of life cycle %d was lost by a failed file transfer; what the request has computed since is wrong",
@@ -33,13 +33,13 @@ def log_loss(request_id: int | None, page: Page) -> None:
 class PendingLoads:
     """The pages that a request awaits, and the blocks that cannot match until then. Every call is O(awaited pages)."""
 
-    def __init__(self, request_id: int | None) -> None:
+    def __init__(self, request_id: object) -> None:
         self.request_id = request_id
         self.awaited: list[Page] = []  # pages with a transfer in flight
         self.blocks: list[Block] = []  # blocks that are hidden while there are awaited pages
         self.lost: Page | None = None  # an awaited page whose transfer failed
 
-    def share(self, request_id: int | None) -> PendingLoads:
+    def share(self, request_id: object) -> PendingLoads:
         """The same transfers for a fork, which depends on the same bytes. The blocks stay with the request that committed them."""
         twin = PendingLoads(request_id)
         twin.awaited = list(self.awaited)

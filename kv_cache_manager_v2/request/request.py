@@ -59,7 +59,7 @@ PriorityCallback = Callable[[int, LifeCycle], int]
 class Request:
     """One request. Methods under "install" are plain assignments: they cannot fail, and run after all device work of a call."""
 
-    def __init__(self, shared: ManagerState, scope: ReuseScope, request_id: int | None, priority: PriorityCallback | None) -> None:
+    def __init__(self, shared: ManagerState, scope: ReuseScope, request_id: object, priority: PriorityCallback | None) -> None:
         self.shared = shared
         self.serial = -1  # key in ManagerState.open
         self.scope = scope
@@ -107,6 +107,7 @@ class Request:
         self.divergence = 0  # tokens of the longest cached path at creation, regardless of back-off and missing pages
         self.before_hybrid = 0  # tokens that would have been reused if recurrent layers needed no snapshot
         self.cached_tokens_by_level: list[int] = [0] * hierarchy.num_levels
+        self.last_cached_level = -1  # the level to which the last reused token is credited; -1: none was reused
         # Stream.
         self.stream = Stream(0)
         self.stream_set = False

@@ -173,9 +173,9 @@ class StatisticsLedger:
         self.suspended = 0
         self.resumed = 0
         self.disk_prefetched = 0  # blocks that prefetch moved from disk to host memory
-        self._dirty: dict[int, object] = {}  # ids with uncommitted counts, and their latest request; None if set by the engine
-        self.shared_ids: set[int] = set()  # dirty ids that several open requests have
-        self.excluded: set[int] = set()  # ids of dummy requests, which are not counted
+        self._dirty: dict[object, object] = {}  # ids with uncommitted counts, and their latest request; None if set by the engine
+        self.shared_ids: set[object] = set()  # dirty ids that several open requests have
+        self.excluded: set[object] = set()  # ids of dummy requests, which are not counted
         self.lost_counts_logged = False  # whether the loss of a request's counts has been logged
 
     # --- counting
@@ -212,7 +212,7 @@ class StatisticsLedger:
 
     # --- which requests have counts to commit, by id
 
-    def mark_dirty(self, request_id: int, request: object) -> None:
+    def mark_dirty(self, request_id: object, request: object) -> None:
         """Record that an id has uncommitted counts. `request` is None if the engine says so."""
         if request_id in self.excluded:
             return
@@ -222,12 +222,12 @@ class StatisticsLedger:
         if request is not None or marked_by is None:
             self._dirty[request_id] = request
 
-    def clear_dirty(self, request_id: int) -> None:
+    def clear_dirty(self, request_id: object) -> None:
         self._dirty.pop(request_id, None)
 
-    def dirty_ids(self) -> set[int]:
+    def dirty_ids(self) -> list[object]:
         """Ids with uncommitted counts, as a copy."""
-        return set(self._dirty)
+        return list(self._dirty)
 
     # --- reading
 

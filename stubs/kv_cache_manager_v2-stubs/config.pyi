@@ -31,6 +31,9 @@ class CacheTierConfig(ABC):
     quota: int
 
     def validate(self) -> None: ...
+    def assert_valid(self) -> None:
+        """`validate`, by the reference's name."""
+
     @property
     @abstractmethod
     def tier(self) -> CacheTier:

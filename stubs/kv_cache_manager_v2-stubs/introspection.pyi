@@ -36,7 +36,7 @@ def slot_counts(manager: KVCacheManager, level: int = 0, pool_group: int = 0) ->
 def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]:
     """Of every level and pool group, level by level."""
 
-def storage_statistics(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
+def storage_statistics(manager: KVCacheManager, cache_level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
     """By pool group. Raises ConfigError for a level that there is not."""
 
 def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:

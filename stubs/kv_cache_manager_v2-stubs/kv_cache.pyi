@@ -4,6 +4,7 @@ A method takes the manager's lock if it changes more than the request's own stat
 takes no lock. A request must be used by one thread at a time; different requests may be used by different threads.
 """
 
+from collections.abc import Hashable
 from types import TracebackType
 from typing import ClassVar, SupportsIndex
 
@@ -48,7 +49,7 @@ class KVCache(PageIndexViews):
         """Whether the cache is ACTIVE: its pages are on the GPU and locked."""
 
     @property
-    def id(self) -> int | None:
+    def id(self) -> Hashable:
         """The engine's id of the request; None if it gave none."""
 
     @property
@@ -108,6 +109,9 @@ class KVCache(PageIndexViews):
     @property
     def cached_tokens_by_level(self) -> list[int]:
         """Tokens reused at creation, by the coldest cache level of each block's pages. They sum to the reused length."""
+
+    def _get_last_cached_token_level(self) -> int | None:
+        """The cache level to which the last token reused at creation is credited; None if none was reused."""
 
     def _get_num_reusable_tokens_before_pruning(self) -> int:
         """Tokens of the longest cached path at creation, regardless of missing pages."""
@@ -225,7 +229,7 @@ class KVCache(PageIndexViews):
         call has raised it.
         """
 
-    def fork(self, id: SupportsIndex | None = None) -> KVCache:
+    def fork(self, id: Hashable = None) -> KVCache:
         """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.
 
         Full blocks are shared; a partial last block is copied when the fork first resumes. The fork's capacity is this cache's

@@ -5,10 +5,11 @@ the state of requests. Every call that changes more than a request's own state f
 settles file transfers that have ended. A question only settles transfers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
+from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -32,7 +33,7 @@ class KVCacheManager(ManagerStatistics):
         self,
         config: KVCacheManagerConfig,
         event_manager: CacheListener | None = None,
-        cold_page_codec: object = None,
+        cold_page_codec: IKvCacheColdPageCodec | None = None,
         *,
         driver: Driver | None = None,
         clock: Callable[[], float] | None = None,
@@ -46,7 +47,7 @@ class KVCacheManager(ManagerStatistics):
         self,
         reuse_scope: ScopeLike | None = None,
         input_tokens: Tokens | None = None,
-        id: SupportsIndex | None = None,
+        id: Hashable = None,
         custom_priority_callback: PriorityCallback | None = None,
         expected_prompt_length: SupportsIndex | None = None,
         text_only: bool | None = None,
@@ -55,9 +56,9 @@ class KVCacheManager(ManagerStatistics):
         """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
         Allocates no GPU memory. `input_tokens`: see `KVCache.commit`; None skips the match. Omit the last prompt token if its
-        output has to be computed. `id` is any unsigned 64-bit number. The callback returns the priority (0..100, lower is evicted
-        earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, and for an id or a scope out of
-        range.
+        output has to be computed. `id` is the engine's own: any object that has a hash. The callback returns the priority (0..100,
+        lower is evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, an id without a
+        hash, and a scope out of range.
         """
 
     def probe_reuse(

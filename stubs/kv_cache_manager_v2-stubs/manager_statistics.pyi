@@ -1,5 +1,6 @@
 """The statistics of a manager. Reading them changes no cache and moves no page. A call that resets a counter is named so."""
 
+from collections.abc import Hashable
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -75,23 +76,23 @@ class ManagerStatistics(ManagerLayout):
     ) -> list[PoolGroupId]:
         """The pool group of each life cycle, which is the same on every level. `level` is the old name of the parameter."""
 
-    def mark_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def mark_stats_dirty(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Mark a request as having uncommitted counts. None is ignored. `id` is the old name of the parameter."""
 
-    def clear_stats_dirty(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def clear_stats_dirty(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Clear the mark of uncommitted counts of a request. None is ignored. `id` is the old name of the parameter."""
 
-    def get_dirty_stats_kv_cache_ids(self) -> set[int]:
+    def get_dirty_stats_kv_cache_ids(self) -> set[Hashable]:
         """Ids of the requests that have uncommitted counts, as a copy."""
 
-    def mark_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def mark_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Exclude a dummy request from statistics and from the samples for rebalancing. None is ignored.
 
         `id` is the old name of the parameter.
         """
 
-    def clear_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> None:
+    def clear_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
         """Include a request in statistics again. None is ignored. `id` is the old name of the parameter."""
 
-    def is_stats_excluded(self, kv_cache_id: SupportsIndex | None = None, id: SupportsIndex | None = None) -> bool:
+    def is_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> bool:
         """Whether a request is excluded from statistics. `id` is the old name of the parameter."""

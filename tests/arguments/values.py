@@ -147,8 +147,8 @@ VALID: Final[Mapping[str, Maker]] = {
     "nbytes": always(4),
     "EmulatedDriver.write_bytes.data": always(b"abcd"),
     # layout
-    "a": always(6),
-    "b": always(3),
+    "x": always(6),
+    "y": always(3),
     "end": always(5),
     "beg": always(2),
     "HalfOpenRange.intersect.other": always(HalfOpenRange(3, 9)),
@@ -226,6 +226,9 @@ VALID: Final[Mapping[str, Maker]] = {
     "KVCacheEventManager.add_updated_event.priority": always(KVCacheEventDiff(0, 1)),
     "priority": always(35),
     "blocks": lambda scene: [scene.stored_block()],
+    "block": lambda scene: scene.manager.shared.tree.all_blocks()[0],
+    "block_key": always(bytes(32)),
+    "life_cycle": always(0),
     "block_hash": always(77),
     "block_hashes": always([77]),
     "timeout_ms": always(0.0),
@@ -241,8 +244,6 @@ VALID: Final[Mapping[str, Maker]] = {
 NEGATIVE: Final = frozenset({-1, -(2**70)})
 HUGE: Final = frozenset({2**63, 2**70})
 EXTREMES_ALLOWED: Final[Mapping[str, frozenset[int]]] = {
-    "id": frozenset({2**63}),
-    "kv_cache_id": frozenset({2**63}),
     "lora_id": frozenset({2**63}),
     "salt": frozenset({2**63}),
     "EmulatedDriver.__init__.seed": NEGATIVE | HUGE,
@@ -251,8 +252,8 @@ EXTREMES_ALLOWED: Final[Mapping[str, frozenset[int]]] = {
     "destination_slots": NEGATIVE,
     "base_indices": frozenset({-1}),
     "ScratchDesc.slot_ids": frozenset(),
-    "exact_div.a": NEGATIVE | HUGE,
-    "exact_div.b": NEGATIVE,
+    "exact_div.x": NEGATIVE | HUGE,
+    "exact_div.y": NEGATIVE,
     "HalfOpenRange.beg": NEGATIVE | HUGE,
     "HalfOpenRange.end": NEGATIVE | HUGE,
     "max_kv_event_entries": NEGATIVE | HUGE,
@@ -402,6 +403,7 @@ NO_TOKENS: Final = (
     5, "abc", b"abc", object(), [object()], [1.5], [True, None], [-1], [2**31], [2**70], ["a"], [b"short"], [[1]], {1: 2.5},
     np.array([1.5]), np.array([[1]]), np.array([-1]), np.array([2**40]), Duck(),
 )  # fmt: skip
+NO_IDS: Final[tuple[object, ...]] = ([1], {"a": 1}, {1}, np.zeros(2), ([],))
 OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
     "tokens": (*NO_TOKENS, None),
     "accepted_input_tokens": (*NO_TOKENS, None),
@@ -412,6 +414,9 @@ OPAQUE: Final[Mapping[str, tuple[object, ...]]] = {
     "arrays": (5, "abc", b"abcdefgh", [], [0, 0], [np.zeros((2, 4), np.int32)], [np.zeros(8, np.int32)] * 3, Duck()),
     "offsets": (5, "abc", b"abcdefgh", [0, 0], np.zeros(16), np.zeros(1, np.int32), np.zeros((4, 4), np.int32), Duck()),
     "cold_page_codec": (5, "abc", Duck()),
+    "block": (5, "abc", None, Duck()),
+    "id": NO_IDS,
+    "kv_cache_id": NO_IDS,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from kv_cache_manager_v2 import (
     CacheLevel,
     ConfigError,
     KVCacheDesc,
+    KVCacheEventManager,
     KVCacheManager,
     OutOfPagesError,
     PageStatus,
@@ -212,6 +213,26 @@ def test_a_staged_block_is_a_block_of_the_tree() -> None:
         introspection.close_test_block(second)
         assert (introspection.num_tree_blocks(manager), introspection.num_roots(manager)) == (0, 0)
         assert introspection.all_slot_counts(manager) == before
+
+
+def test_an_event_manager_is_told_of_staged_blocks() -> None:
+    """By block, by page, and of a removal; a page that covers its block in part is not told, and anything else is refused."""
+    with Rig(small(8, kinds=FULL_AND_WINDOW)) as rig:
+        first = introspection.make_test_block(rig.manager, toks(0, 4), [4, 4])
+        second = introspection.make_test_block(rig.manager, toks(4, 6), [2, 1], first)
+        events = KVCacheEventManager(100)
+        events.add_stored_life_cycle_event_from_block(first, 1)
+        events.add_stored_block_event_from_block(second)
+        events.add_stored_block_event_from_block(second)
+        events.add_removed_life_cycle_event(introspection.test_block_key(second), 0)
+        events.add_removed_life_cycle_event(introspection.test_block_key(second), 1)
+        events.flush_iteration_events()
+        kinds = [(type(event.data).__name__, event.layer_group_id) for event in events.get_latest_events(0)]
+        assert kinds == [("KVCacheStoredData", 1), ("KVCacheStoredData", 0), ("KVCacheRemovedData", 0)]
+        for wrong in (5, "block", rig.manager):
+            with pytest.raises(ConfigError, match="must be a block of the tree"):
+                events.add_stored_block_event_from_block(wrong)
+        introspection.close_test_block(first)
 
 
 def test_a_staged_block_may_have_no_page() -> None:

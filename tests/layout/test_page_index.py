@@ -269,3 +269,18 @@ def test_default_mode() -> None:
     assert resolve_mode(scratch, SHARED) is SHARED
     with pytest.raises(ValueError, match="mode is missing"):
         resolve_mode(scratch, None)
+
+
+@pytest.mark.parametrize(("window", "scratch_rewind", "refused"), [(8, 0, True), (None, 0, False), (8, None, False)])
+def test_scratch_pages_of_a_kernel_that_crosses_no_slot(window: int | None, scratch_rewind: int | None, refused: bool) -> None:
+    """Two buffers of a layer in a slot of three: a kernel that places scratch blocks itself would let them overlap."""
+    layers = (attention(0, 64, 64, window=window), attention(1, 64, window=window))
+    layout = build_layout(model(*layers, tokens_per_block=8, scratch_rewind=scratch_rewind))
+    whole = PageIndexConverter(layout.place(LayerId(1), KEY))
+    assert whole.scratch_pages_per_block == 1
+    converter = PageIndexConverter(layout.place(LayerId(0), KEY))
+    if not refused:
+        assert converter.scratch_pages_per_block == 2
+        return
+    with pytest.raises(ConfigError, match=r"the layer's 2 buffers do not divide a slot of 3.*calling the converter"):
+        _ = converter.scratch_pages_per_block

@@ -209,7 +209,8 @@ def main(folder: str) -> None:
     driver: kvcm.Driver = emulated
     stream = emulated.create_stream()
     listener = kvcm.KVCacheEventManager(1000, window_size=64)
-    with kvcm.KVCacheManager(config, listener, driver=driver) as manager:
+    codec: kvcm.IKvCacheColdPageCodec = kvcm.create_default_kv_cache_cold_page_codec()
+    with kvcm.KVCacheManager(config, listener, codec, driver=driver) as manager:
         assert kvcm.num_live_managers() >= 1
         assert kvcm.poison_reason() is None
         assert kvcm.take_poison() is None

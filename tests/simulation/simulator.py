@@ -446,8 +446,8 @@ class Simulation:
         choices: list[Callable[[], str]] = [
             lambda: mistake(None, "token", lambda: manager.create_kv_cache(None, [3, -1]), ConfigError),
             lambda: mistake(None, "token", lambda: manager.probe_reuse(None, [2**31]), ConfigError),
-            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], -1), ConfigError),
-            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], 1 << 64), ConfigError),
+            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], ([],)), ConfigError),
+            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], (1, [2])), ConfigError),
             lambda: mistake(None, "level", lambda: manager.get_quota(CacheLevel(9)), ConfigError),
             lambda: mistake(None, "level", lambda: manager.resize(CacheLevel(-1), 1 << 20), ConfigError),
         ]

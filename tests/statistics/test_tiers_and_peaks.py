@@ -22,7 +22,7 @@ from tests.statistics.helpers import blocks, forget, iteration, open_cache, rig_
 from tests.support import inside
 from tests.support.engine import Token
 from tests.support.models import GRAIN, Kind, hybrid, model, small, ssm
-from tests.support.rig import GPU, HOST, Rig, toks
+from tests.support.rig import DISK, GPU, HOST, Rig, toks
 
 
 def test_all_on_the_gpu_then_most_on_the_host() -> None:
@@ -32,10 +32,12 @@ def test_all_on_the_gpu_then_most_on_the_host() -> None:
         seed(rig, 0, 16)
         cache = suspended_cache(rig, toks(0, 16))
         assert cache.cached_tokens_by_level == [16, 0]
+        assert cache._get_last_cached_token_level() == GPU
         cache.close()
         assert manager.resize(GPU_LEVEL, GRAIN)
         cache = suspended_cache(rig, toks(0, 16))
         assert cache.cached_tokens_by_level == [4, 12]
+        assert cache._get_last_cached_token_level() == HOST
         assert manager.resize(GPU_LEVEL, 4 * GRAIN)
         forget(rig)
         assert cache.resume(rig.stream)
@@ -54,6 +56,9 @@ def test_three_tiers(tmp_path: Path) -> None:
         assert rig.manager.resize(GPU_LEVEL, 2 * GRAIN)
         cache = suspended_cache(rig, toks(0, 160))
         assert cache.cached_tokens_by_level == [64, 64, 32]
+        assert cache._get_last_cached_token_level() == DISK
+        assert suspended_cache(rig, toks(0, 64))._get_last_cached_token_level() == GPU
+        assert suspended_cache(rig, toks(500, 564))._get_last_cached_token_level() is None
         part = suspended_cache(rig, toks(0, 150))
         assert part.cached_tokens_by_level == [64, 64, 22]
         for one in (cache, part):

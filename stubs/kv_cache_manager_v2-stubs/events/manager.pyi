@@ -98,6 +98,15 @@ class KVCacheEventManager(CacheListener):
         A hash is passed through unchanged. Bytes are the chained key of an announced block; unknown keys are ignored.
         """
 
+    def add_stored_block_event_from_block(self, block: object) -> None:
+        """Tell of every page of a block of the tree, as the cache does (see `introspection.make_test_block`)."""
+
+    def add_stored_life_cycle_event_from_block(self, block: object, life_cycle: SupportsIndex) -> None:
+        """Tell of the page of one life cycle, if the block has one."""
+
+    def add_removed_life_cycle_event(self, block_key: bytes, life_cycle: SupportsIndex) -> None:
+        """Remove an announced block from one life cycle, by its chained key."""
+
     def flush_iteration_events(self) -> None:
         """Make the events since the last flush available to readers. Call it once per iteration, on every rank.
 

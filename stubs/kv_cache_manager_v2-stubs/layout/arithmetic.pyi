@@ -17,8 +17,8 @@ def round_down(a: int, b: int) -> int:
 def round_half_even(a: int, b: int) -> int:
     """a / b rounded to the nearest integer, halves to the even one, for a >= 0 and b > 0."""
 
-def exact_div(a: SupportsIndex, b: SupportsIndex) -> int:
-    """a / b. Raises ConfigError if a is not a multiple of b."""
+def exact_div(x: SupportsIndex, y: SupportsIndex) -> int:
+    """x / y. Raises ConfigError if x is not a multiple of y."""
 
 def typed_range(*bounds: _Id) -> Sequence[_Id]:
     """`range(*bounds)` whose items have the type of the bounds, for loops over ids of a NewType."""

@@ -50,12 +50,17 @@ class PageIndexConverter:
     expansion: int
     layer_util: int
     layer_first: int
+    has_scratch: bool
     scratch_enabled: bool
 
     def __init__(self, place: BufferPlace, scratch_enabled: bool = False) -> None: ...
     @property
     def scratch_pages_per_block(self) -> int:
-        """Buffers of the layer in the coalesced buffer: positions of a scratch slot that one block takes."""
+        """Buffers of the layer in the coalesced buffer: positions of a scratch slot that one block takes.
+
+        A kernel that computes scratch pages from it is right only if no scratch block crosses slots. Raises ConfigError if one
+        could: convert by calling this object, or configure no scratch reuse.
+        """
 
     def __reduce__(self) -> tuple[object, ...]: ...
     def __eq__(self, other: object) -> bool: ...

@@ -105,6 +105,7 @@ class BufferPlace:
     position: int
     layer_util: int
     layer_first: int
+    has_scratch: bool
 
     def __init__(self, life_cycle: LifeCycleId, pool_group: PoolGroupId, pool: PoolId) -> None: ...
     @property
