@@ -19,7 +19,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.freeing import Freeing
 from kv_cache_manager_v2.device.os_memory import format_bytes, round_up
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfMemoryError
 
@@ -116,7 +116,7 @@ class ChunkPool:
 
     def offer(self) -> int:
         """The handle of a spare chunk, which the caller then takes. Raises OutOfMemoryError."""
-        if self._spare and self._freeing.doubtful == self._spare[-1]:
+        while self._spare and self._spare[-1] in self._freeing.doubtful:
             self._destroy_last()
         if not self._spare:
             self._spare.append(self.driver.create_chunk(self.chunk_bytes))
@@ -146,7 +146,7 @@ class ChunkPool:
         chunk = self._spare[-1]
         self._freeing.free(chunk, partial(self.driver.destroy_chunk, chunk))
         del self._spare[-1]
-        self._freeing.doubtful = NOTHING
+        self._freeing.done(chunk)
 
     def close(self) -> None:
         """Return the spare chunks to the device. Raises LogicError if arenas still have chunks."""
@@ -185,7 +185,7 @@ class DeviceArena(Arena):
 
     def _usable(self) -> int:
         accessible = self._accessible
-        if self._chunks and self._unmapping.doubtful == self._address_of(len(self._chunks) - 1):
+        if self._chunks and self._address_of(len(self._chunks) - 1) in self._unmapping.doubtful:
             accessible = min(accessible, len(self._chunks) - 1)
         return accessible * self._chunk_pool.chunk_bytes // self.slot_bytes
 
@@ -212,28 +212,26 @@ class DeviceArena(Arena):
         return self.base + chunk * self._chunk_pool.chunk_bytes
 
     def _end_doubt(self) -> None:
-        """Unmap a chunk of which an interrupt may hide that it was mapped or unmapped."""
-        doubtful = self._unmapping.doubtful
-        if doubtful == NOTHING:
-            return
-        if doubtful == self._address_of(len(self._chunks)):
-            self._unmapping.free(doubtful, partial(self._driver.unmap, doubtful, self._chunk_pool.chunk_bytes))
-            self._unmapping.doubtful = NOTHING
-        else:
-            self._unmap_chunk()
+        """Unmap a chunk of which an interrupt may hide that it was mapped or unmapped: the last one, or one after it."""
+        for address in sorted(self._unmapping.doubtful):
+            if address < self._address_of(len(self._chunks)):
+                self._unmap_chunk()
+            else:
+                self._unmapping.free(address, partial(self._driver.unmap, address, self._chunk_pool.chunk_bytes))
+                self._unmapping.done(address)
 
     def _map_chunk(self) -> None:
         pool = self._chunk_pool
         chunk = pool.offer()
         address = self._address_of(len(self._chunks))
-        self._unmapping.doubtful = address
+        self._unmapping.doubtful.add(address)
         try:
             self._driver.map_chunk(address, pool.chunk_bytes, chunk)
         except KVCacheError:
-            self._unmapping.doubtful = NOTHING
+            self._unmapping.done(address)
             raise
         pool.take(self._chunks)
-        self._unmapping.doubtful = NOTHING
+        self._unmapping.done(address)
 
     def _unmap_chunk(self) -> None:
         last = len(self._chunks) - 1
@@ -242,7 +240,7 @@ class DeviceArena(Arena):
         if self._accessible > last:
             self._accessible = last
         self._chunk_pool.free(self._chunks)
-        self._unmapping.doubtful = NOTHING
+        self._unmapping.done(address)
 
     def _free_all(self) -> None:
         if self.base == 0:

@@ -167,7 +167,9 @@ class TransferPool:
                     transfer.submitted = True
                     self._ready.append(transfer)  # no call comes between this line and the one before, so no interrupt either
                     self._wake_workers()
-            except BaseException:
+            except BaseException:  # an interrupt, perhaps before a thread was woken
+                for worker in self._waking:
+                    worker.wake()
                 self._wake_workers()
                 raise
             dead = self._no_threads or len(self._hung) >= 2 * self.threads

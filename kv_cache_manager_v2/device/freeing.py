@@ -12,8 +12,6 @@ from typing import Final
 
 from kv_cache_manager_v2.errors import CuError, KVCacheError, LogicError
 
-NOTHING: Final = -1  # in place of a handle or an address
-
 # "invalid value", "invalid handle" and "host memory not registered" in the numbering of the CUDA driver.
 _UNKNOWN_OBJECT_CODES: Final = (1, 400, 713)
 
@@ -21,18 +19,18 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Freeing:
-    """The object that is being freed, or for another reason may be unknown to the device."""
+    """The objects of one kind that are being freed, or for another reason may be unknown to the device."""
 
     def __init__(self) -> None:
-        self.doubtful = NOTHING  # handle or address of an object that the device may have, or not
+        self.doubtful: set[int] = set()  # handles or addresses
 
     def free(self, handle: int, call: Callable[[], None]) -> None:
-        """Free an object by a call of the driver. The caller then records that, and sets `doubtful` to NOTHING, in this order.
+        """Free an object by a call of the driver. The caller then records that the object is gone, and calls `done`.
 
         A refusal is raised, unless the object was in doubt and the driver says that it does not exist.
         """
-        was_doubtful = self.doubtful == handle
-        self.doubtful = handle
+        was_doubtful = handle in self.doubtful
+        self.doubtful.add(handle)
         try:
             call()
         except Exception as error:
@@ -40,8 +38,12 @@ class Freeing:
                 _log.info("an object (%d) whose freeing was interrupted is gone: %s", handle, error)
                 return
             if not was_doubtful and isinstance(error, KVCacheError):
-                self.doubtful = NOTHING  # a driver's own error has changed nothing
+                self.doubtful.discard(handle)  # a driver's own error has changed nothing
             raise
+
+    def done(self, handle: int) -> None:
+        """The caller knows that the object is gone, or that it is there."""
+        self.doubtful.discard(handle)
 
 
 def _says_unknown(error: Exception) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kv_cache_manager_v2.device.arenas import Arena
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.freeing import Freeing
 from kv_cache_manager_v2.device.os_memory import (
     PAGE_BYTES,
     default_populate_threads,
@@ -63,7 +63,7 @@ class HostArena(Arena):
 
     def _usable(self) -> int:
         registered = self.registered_bytes
-        if self.ranges and self._unregistering.doubtful == self.ranges[-1][0]:
+        if self.ranges and self.ranges[-1][0] in self._unregistering.doubtful:
             registered -= self.ranges[-1][1]
         return registered // self.slot_bytes
 
@@ -126,16 +126,15 @@ class HostArena(Arena):
             self._doubtful_bytes = nbytes
             self._unregistering.free(address, partial(self._driver.host_unregister, address, nbytes))
             del self.ranges[-1]
-            self._unregistering.doubtful = NOTHING
+            self._unregistering.done(address)
 
     def _end_doubt(self) -> None:
         """Unregister a range of which an interrupt may hide that it was registered or unregistered."""
-        doubtful = self._unregistering.doubtful
-        if doubtful != NOTHING:
-            self._unregistering.free(doubtful, partial(self._driver.host_unregister, doubtful, self._doubtful_bytes))
-            if self.ranges and self.ranges[-1][0] == doubtful:
+        for address in list(self._unregistering.doubtful):
+            self._unregistering.free(address, partial(self._driver.host_unregister, address, self._doubtful_bytes))
+            if self.ranges and self.ranges[-1][0] == address:
                 del self.ranges[-1]
-            self._unregistering.doubtful = NOTHING
+            self._unregistering.done(address)
 
     def _register_up_to(self, end: int) -> None:
         """Register further ranges, up to `end`."""
@@ -144,15 +143,15 @@ class HostArena(Arena):
             nbytes = self._range_at(done, end)
             address = self.base + done
             self._doubtful_bytes = nbytes
-            self._unregistering.doubtful = address
+            self._unregistering.doubtful.add(address)
             try:
                 self._driver.host_register(address, nbytes)
             except Exception as refusal:
                 if isinstance(refusal, KVCacheError):
-                    self._unregistering.doubtful = NOTHING
+                    self._unregistering.done(address)
                 raise HostRegistrationError(self._refused(end, done, nbytes, refusal)) from refusal
-            self._unregistering.doubtful = NOTHING
-            self.ranges.append((address, nbytes))  # no call, hence no interrupt, comes between this line and the one before
+            self.ranges.append((address, nbytes))
+            self._unregistering.done(address)
             done += nbytes
 
     def _refused(self, total: int, done: int, nbytes: int, refusal: Exception) -> str:

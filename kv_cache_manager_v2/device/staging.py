@@ -112,18 +112,19 @@ class StagingRing:
         """End the region's use at this point, so that its memory can be reused. Its transfers may end later; see `complete`."""
         if region.state != _IN_USE:
             raise LogicError(f"the region at offset {region.offset} is not in use: it was released already")
-        self._in_use.remove(region)
         region.state = _RELEASED
         region.point = point
+        self._in_use.remove(region)  # last, and without a call in between: an interrupt finds all or nothing done
 
     def complete(self, region: StagingRegion) -> None:
         """Record that all of the region's transfers have ended. This ends its quarantine."""
         if region.state == _IN_USE:
             raise LogicError(f"the region at offset {region.offset} is in use: release it first")
-        if region.state == _QUARANTINED:
-            self._quarantined.remove(region)
-        region.state = _COMPLETE
+        quarantined = region.state == _QUARANTINED
         region.after = []
+        region.state = _COMPLETE
+        if quarantined:
+            self._quarantined.remove(region)
 
     def quarantine(self, region: StagingRegion) -> None:
         """Record that a transfer of this region has timed out. The memory is not reused before `complete`."""
@@ -135,8 +136,9 @@ class StagingRing:
             self._quarantined.append(region)
 
     def finish(self, region: StagingRegion, point: Point) -> None:
-        """As `release` and `complete`, when all transfers of the region have ended."""
-        self.release(region, point)
+        """As `release` and `complete`, when all transfers of the region have ended. It may have been released before."""
+        if region.state == _IN_USE:
+            self.release(region, point)
         self.complete(region)
 
     def close(self) -> None:

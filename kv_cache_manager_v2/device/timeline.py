@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver, IdentifyingDriver
-from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.freeing import Freeing
 from kv_cache_manager_v2.device.line import NO_EVENT, UNKNOWN, Line
 from kv_cache_manager_v2.errors import KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
@@ -168,7 +168,7 @@ class Timeline:
     def destroy_stream(self, stream: Stream) -> None:
         """Destroy a stream of `create_stream`. Work already queued still runs, and its points stay valid.
 
-        After an interrupt it can be called again, before another stream is destroyed.
+        After an interrupt it can be called again.
         """
         self._freeing_streams.free(stream, partial(self._driver.destroy_stream, stream))
         self.forget(stream)
@@ -204,7 +204,7 @@ class Timeline:
                 kept += 1
                 continue
             del self._events[kept]
-            self._freeing.doubtful = NOTHING
+            self._freeing.done(event)
         if refusal is not None:
             raise refusal
 

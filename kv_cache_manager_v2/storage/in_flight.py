@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT, Driver
-from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.freeing import Freeing
 from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
@@ -209,7 +209,7 @@ class TransfersInFlight:
             if gate not in asked and self._timeline.done(passed):
                 self._freeing.free(gate, partial(self._driver.release_gate, gate))
                 del self._spent[index]
-                self._freeing.doubtful = NOTHING
+                self._freeing.done(gate)
 
     # --- questions
 

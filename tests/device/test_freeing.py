@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2.device.freeing import NOTHING, Freeing
+from kv_cache_manager_v2.device.freeing import Freeing
 from kv_cache_manager_v2.errors import CuError, LogicError
 
 
@@ -17,7 +17,7 @@ def test_an_object_in_doubt_that_the_device_does_not_know_is_gone(unknown: Excep
     freeing = Freeing()
     with pytest.raises(KeyboardInterrupt):
         freeing.free(7, lambda: raiser(KeyboardInterrupt()))
-    assert freeing.doubtful == 7
+    assert freeing.doubtful == {7}
     freeing.free(7, lambda: raiser(unknown))
 
 
@@ -28,7 +28,7 @@ def test_an_object_in_doubt_that_the_device_refuses_to_free_is_still_there() -> 
         freeing.free(7, lambda: raiser(KeyboardInterrupt()))
     with pytest.raises(CuError):
         freeing.free(7, lambda: raiser(CuError("unknown error", 999)))
-    assert freeing.doubtful == 7
+    assert freeing.doubtful == {7}
     freeing.free(7, lambda: None)
 
 
@@ -38,12 +38,15 @@ def test_a_refusal_leaves_no_doubt() -> None:
     for _attempt in range(2):
         with pytest.raises(LogicError):
             freeing.free(7, lambda: raiser(LogicError("still mapped")))
-        assert freeing.doubtful == NOTHING
+        assert not freeing.doubtful
 
 
 def test_doubt_about_one_object_says_nothing_of_another() -> None:
+    """The other one may be freed before the first is asked for again."""
     freeing = Freeing()
     with pytest.raises(KeyboardInterrupt):
         freeing.free(7, lambda: raiser(KeyboardInterrupt()))
     with pytest.raises(LogicError):
         freeing.free(8, lambda: raiser(LogicError("still mapped")))
+    freeing.free(8, lambda: None)
+    freeing.free(7, lambda: raiser(LogicError("no such event")))
