@@ -17,8 +17,6 @@ from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.ids import Stream
 from tests.extras.helpers import DeviceBuffer, HostBuffer, TemporaryFile, hold, pattern
 
-PATIENCE = 30.0  # seconds until a test that waits for the impossible fails
-
 
 def wait_until_open(driver: CudaDriver, stream: Stream, gate: int) -> int:
     """Let a stream wait for a gate and the host for the stream; how the transfer ended."""

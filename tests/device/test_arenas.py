@@ -15,7 +15,7 @@ from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES, available_bytes, map_range, populate_range, unmap_range
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, LogicError, OutOfMemoryError
-from tests.device.helpers import open_descriptors
+from tests.support.device_rig import open_descriptors
 
 RANGE = 4 * PAGE_BYTES  # registration ranges in these tests
 

@@ -17,7 +17,7 @@ from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, Driver
 from kv_cache_manager_v2.device.file_transfers import move_file_range
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import Stream
-from tests.device.helpers import SLOT_BYTES, Rig, rig
+from tests.support.device_rig import SLOT_BYTES, DeviceRig, rig
 
 ODD = 2 * EXTENT_BYTES + 513  # three extents, the last one short
 SLOTS = 3
@@ -157,7 +157,7 @@ def test_a_resize_keeps_the_sums_of_the_slots_that_stay(file: CheckedFile) -> No
     assert file.move(SLOTS + 1, False) == ""
 
 
-def protected(r: Rig) -> DiskArena:
+def protected(r: DeviceRig) -> DiskArena:
     """The rig's disk arena with checksums."""
     arena = DiskArena(SLOT_BYTES, r.disk.path)
     arena.protect(r.driver)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.device.driver import GATE_DONE, GATE_FAILED, GATE_LATE, GATE_PENDING, GATE_TIMED_OUT
 from kv_cache_manager_v2.device.file_transfers import Transfer, TransferPool
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, rig
 
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 

@@ -9,10 +9,10 @@ import pytest
 from kv_cache_manager_v2.device.host_wait import HostWaits
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import CuError
-from tests.device.helpers import SCHEDULES, Rig, rig
+from tests.support.device_rig import SCHEDULES, DeviceRig, rig
 
 
-def closed(r: Rig, timeline: Timeline, waits: HostWaits) -> None:
+def closed(r: DeviceRig, timeline: Timeline, waits: HostWaits) -> None:
     waits.close()
     timeline.check_invariants()
     timeline.close()

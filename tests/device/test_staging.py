@@ -13,7 +13,7 @@ from kv_cache_manager_v2.device.staging import REGION_ALIGNMENT, StagingRegion, 
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import ConfigError, HostRegistrationError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, DeviceRig, rig
 
 RING = 8 * SLOT_BYTES
 
@@ -21,7 +21,7 @@ RING = 8 * SLOT_BYTES
 class Copier:
     """Moves slots from disk to the device and back through a ring, in rounds, all of it queued without waiting."""
 
-    def __init__(self, r: Rig, ring_bytes: int = RING) -> None:
+    def __init__(self, r: DeviceRig, ring_bytes: int = RING) -> None:
         self.r = r
         self.timeline = Timeline(r.driver)
         self.ring = StagingRing(r.driver, self.timeline, ring_bytes)

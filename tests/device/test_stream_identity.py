@@ -9,8 +9,8 @@ import pytest
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import NULL_POINT
-from tests.device.drivers import reusing_handles
-from tests.device.helpers import SCHEDULES
+from tests.support.device_rig import SCHEDULES
+from tests.support.drivers import returning_device
 
 EVERY_DEVICE = pytest.mark.parametrize(
     ("schedule", "identifies"), [(schedule, identifies) for schedule in SCHEDULES for identifies in (False, True)]
@@ -22,7 +22,7 @@ class Scene:
 
     def __init__(self, schedule: str, identifies: bool) -> None:
         self.emulated = EmulatedDriver(schedule, stall_timeout_s=0.05)
-        self.driver: Any = reusing_handles(self.emulated, identifies)
+        self.driver: Any = returning_device(self.emulated, identifies)
         self.timeline = Timeline(self.driver)
         self.order: list[str] = []
 
@@ -169,7 +169,7 @@ def test_many_streams_in_flight_make_the_host_wait_for_the_oldest() -> None:
     """A device that never keeps up cannot make the timeline grow beyond its bound."""
     for identifies in (False, True):
         emulated = EmulatedDriver("random", seed=5)
-        driver = reusing_handles(emulated, identifies)
+        driver = returning_device(emulated, identifies)
         timeline = Timeline(driver, most_outstanding=300)
         for _i in range(2000):
             stream = driver.create_stream()

@@ -10,10 +10,10 @@ from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import CuError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point, Stream
-from tests.device.helpers import SCHEDULES, Rig, rig
+from tests.support.device_rig import SCHEDULES, DeviceRig, rig
 
 
-def closed_rig_timeline(r: Rig, timeline: Timeline) -> None:
+def closed_rig_timeline(r: DeviceRig, timeline: Timeline) -> None:
     timeline.check_invariants()
     timeline.close()
     timeline.close()

@@ -10,7 +10,7 @@ from kv_cache_manager_v2 import EmulatedDriver
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import Stream
-from tests.device.drivers import refusing
+from tests.support.drivers import refusing_device
 from tests.support.interrupts import Interrupter
 
 FILES = ("device/timeline.py", "device/line.py")
@@ -58,7 +58,7 @@ def test_an_interrupted_timeline_goes_on() -> None:
 def test_an_event_whose_destruction_was_interrupted_does_not_keep_the_timeline_from_closing() -> None:
     """Ctrl-C comes when an event has just been destroyed."""
     emulated = EmulatedDriver()
-    driver = refusing(emulated)
+    driver = refusing_device(emulated, identifies=True)
     timeline = Timeline(driver)
     stream = emulated.create_stream()
     gate = emulated.gate(stream)

@@ -10,7 +10,7 @@ from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import CuError, LogicError
 from kv_cache_manager_v2.ids import Point
-from tests.device.drivers import refusing
+from tests.support.drivers import refusing_device
 
 
 class Foreign(BaseException):
@@ -48,7 +48,7 @@ def test_an_exception_at_any_call_leaves_the_timeline_whole(error: BaseException
     reached = True
     while reached:
         emulated = EmulatedDriver("eager")
-        driver = refusing(emulated)
+        driver = refusing_device(emulated, identifies=True)
         timeline = Timeline(driver)
         streams = [emulated.create_stream() for _i in range(3)]
         gates = [emulated.gate(stream) for stream in streams[:2]]
@@ -57,7 +57,7 @@ def test_an_exception_at_any_call_leaves_the_timeline_whole(error: BaseException
             workload(timeline, streams, gates)
         except type(error):
             pass
-        reached = driver.times == 0
+        reached = bool(driver.refused)
         driver.refuse(None)
         timeline.check_invariants()
         for gate in gates:
@@ -77,7 +77,7 @@ def test_an_exception_at_any_call_leaves_the_timeline_whole(error: BaseException
 def test_closing_goes_on_after_a_refused_event() -> None:
     """The others are destroyed all the same; the next call destroys what was refused."""
     emulated = EmulatedDriver("eager")
-    driver = refusing(emulated)
+    driver = refusing_device(emulated, identifies=True)
     timeline = Timeline(driver)
     gate = emulated.gate(0)
     for _i in range(10):
@@ -106,7 +106,7 @@ def owed_point(timeline: Timeline, driver: Any, stream: int) -> Point:
 def test_work_that_cannot_be_marked_is_never_taken_to_be_over() -> None:
     """A device that takes no mark and cannot be waited for: the point is over once it takes one again, on the same stream."""
     emulated = EmulatedDriver("eager")
-    driver = refusing(emulated)
+    driver = refusing_device(emulated, identifies=True)
     timeline = Timeline(driver)
     stream, other = emulated.create_stream(), emulated.create_stream()
     gate = emulated.gate(stream)
@@ -126,7 +126,7 @@ def test_work_that_cannot_be_marked_is_never_taken_to_be_over() -> None:
 
 def test_work_of_a_stream_that_is_gone_is_over_when_the_device_was_waited_for() -> None:
     emulated = EmulatedDriver("eager")
-    driver = refusing(emulated)
+    driver = refusing_device(emulated, identifies=True)
     timeline = Timeline(driver)
     stream = emulated.create_stream()
     gate = emulated.gate(stream)
@@ -142,7 +142,7 @@ def test_work_of_a_stream_that_is_gone_is_over_when_the_device_was_waited_for() 
 
 def test_the_host_waits_for_a_stream_that_takes_no_mark() -> None:
     emulated = EmulatedDriver("threads")
-    driver = refusing(emulated)
+    driver = refusing_device(emulated, identifies=True)
     timeline = Timeline(driver)
     ran: list[int] = []
     emulated.launch(0, lambda: ran.append(1))

@@ -12,7 +12,7 @@ from kv_cache_manager_v2.emulated.address_space import RangeSet
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.ids import Stream
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, rig
 
 STREAM = Stream(0)
 

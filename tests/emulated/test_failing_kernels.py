@@ -8,7 +8,7 @@ import pytest
 
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, rig
 
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 

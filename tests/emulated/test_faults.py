@@ -10,7 +10,7 @@ from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from kv_cache_manager_v2.emulated.faults import CALLS
 from kv_cache_manager_v2.errors import ConfigError, CuError, HostRegistrationError, KVCacheError, LogicError, OutOfMemoryError
 from kv_cache_manager_v2.ids import Stream
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, rig
 
 
 def outcomes(driver: EmulatedDriver, count: int) -> list[bool]:

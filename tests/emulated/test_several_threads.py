@@ -15,7 +15,7 @@ import pytest
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, DeviceRig, rig
 from tests.support.interrupts import Interrupter
 
 DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py", "device/waiters.py")
@@ -35,7 +35,7 @@ def test_streams_of_several_threads(schedule: str) -> None:
     """Each thread drives a stream of its own, with every kind of work; each stream's order holds and every byte arrives."""
     errors: list[BaseException] = []
 
-    def drive(r: Rig, number: int) -> None:
+    def drive(r: DeviceRig, number: int) -> None:
         try:
             stream = r.driver.create_stream()
             order: list[int] = []
@@ -145,7 +145,7 @@ def test_a_file_transfer_whose_stream_gets_no_thread_leaves_no_gate(monkeypatch:
 # --- interruptions
 
 
-def calls(r: Rig, order: list[int]) -> None:
+def calls(r: DeviceRig, order: list[int]) -> None:
     """Something of everything, with work that waits for other work."""
     a, b, _c = r.streams
     event = r.driver.create_event()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.emulated.driver import DEFAULT_STREAM, EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, CuError, LogicError
 from kv_cache_manager_v2.ids import Stream
-from tests.device.helpers import SCHEDULES, SLOT_BYTES, Rig, rig
+from tests.support.device_rig import SCHEDULES, SLOT_BYTES, DeviceRig, rig
 
 # A program: (kind, stream, first operand, second operand); an event is recorded after each step, numbered like it.
 Step = tuple[str, int, int, int]
@@ -308,7 +308,7 @@ def programs(draw: st.DrawFn, ordered: bool) -> list[Step]:
     return steps
 
 
-def play(r: Rig, steps: list[Step]) -> list[int]:
+def play(r: DeviceRig, steps: list[Step]) -> list[int]:
     """Queue the program; afterwards the log holds each step's number in the order in which they ran."""
     log: list[int] = []
     events: list[int] = []

@@ -18,8 +18,8 @@ from kv_cache_manager_v2.events.records import (
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import pack
-from tests.reuse.helpers import EMPTY_SCOPE, Cache, Token
-from tests.storage.helpers import make_cell
+from tests.support.storage_rig import make_cell
+from tests.support.tree_rig import EMPTY_SCOPE, Cache, Token
 
 
 def events_of(manager: KVCacheEventManager) -> list[KVCacheEvent]:

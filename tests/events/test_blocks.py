@@ -11,7 +11,7 @@ from kv_cache_manager_v2.events.records import MmKey
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from tests.events.helpers import block_at, brief, events_of, relocate, stored, stored_tokens
-from tests.reuse.helpers import FULL, SSM, Cache, Token, digest, toks, window
+from tests.support.tree_rig import FULL, SSM, Cache, Token, digest, toks, window
 
 A, B = digest(1), digest(2)
 
@@ -338,7 +338,7 @@ class TestMultimodal:
 DEEP_CHAIN = """
 import sys
 from kv_cache_manager_v2 import KVCacheEventManager
-from tests.reuse.helpers import Cache, toks, window
+from tests.support.tree_rig import Cache, toks, window
 events = KVCacheEventManager(1 << 20, hash_algo="v2_blake3")
 cache = Cache(2, window(4), listener=events)
 for turn in range(2):

@@ -9,10 +9,10 @@ import pytest
 
 from kv_cache_manager_v2 import EventMirror, KVCacheEventManager, KVCacheManagerConfig, sequence_to_blockchain_keys
 from tests.events.helpers import events_of, mirror_contents, relocate
-from tests.reuse.helpers import FULL, Cache, window
 from tests.support.engine import Token
 from tests.support.models import small
 from tests.support.rig import Rig
+from tests.support.tree_rig import FULL, Cache, window
 
 IDS: list[Token] = list(range(1, 9))
 DIGEST: list[Token] = [b"".join(n.to_bytes(4, "little") for n in range(1, 9))]

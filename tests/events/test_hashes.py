@@ -14,9 +14,9 @@ from kv_cache_manager_v2.events.records import KVCacheEventDiff, serialize_event
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from tests.events.helpers import brief, events_of, stored
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, Cache, Token, digest, toks
 from tests.support.models import small
 from tests.support.rig import Rig
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, Cache, Token, digest, toks
 
 # [1, 2, 3, 4] and then [5, 6], in blocks of 4
 V1_PINNED = [

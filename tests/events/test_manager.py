@@ -22,9 +22,9 @@ from kv_cache_manager_v2.events.manager import MAX_UUIDS
 from kv_cache_manager_v2.events.records import BlockHash
 from tests.events.helpers import brief, events_of, mirror_contents, stored, stored_tokens, tree_contents
 from tests.events.test_blocks import A, chain
-from tests.reuse.helpers import FULL, Cache, Token, digest
 from tests.support.models import MIB, attention, model, small
 from tests.support.rig import GPU, Rig, toks
+from tests.support.tree_rig import FULL, Cache, Token, digest
 
 
 def names_in(events: list[KVCacheEvent], kind: str, group: int | None) -> list[BlockHash]:

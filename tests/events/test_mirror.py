@@ -28,9 +28,9 @@ from kv_cache_manager_v2.events.records import (
     KVCacheUpdatedData,
 )
 from tests.events.helpers import events_of, mirror_contents, tree_contents, unique
-from tests.reuse.helpers import FULL, Cache, Token, toks
 from tests.support.models import GRAIN, Kind, small
 from tests.support.rig import Rig
+from tests.support.tree_rig import FULL, Cache, Token, toks
 
 
 class TestMirror:

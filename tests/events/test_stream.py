@@ -12,7 +12,7 @@ from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.events.manager import MAX_RECORDS, KVCacheEventManager
 from kv_cache_manager_v2.events.records import KVCacheEvent, KVCacheEventDiff, KVCacheRemovedData, KVCacheStoredBlockData
 from tests.events.helpers import brief, events_of, stored, unique
-from tests.reuse.helpers import FULL, Cache, toks, window
+from tests.support.tree_rig import FULL, Cache, toks, window
 
 WAIT = 30.0  # seconds after which a test fails if a thread has not ended
 

@@ -29,10 +29,10 @@ from kv_cache_manager_v2 import (
     ReuseScope,
 )
 from kv_cache_manager_v2.emulated.transfers import EmulatedGate
-from tests.hunt.devices import RefusingDevice, ReturningDevice, returning_device
 from tests.hunt.memory import GroupMemory, map_memory
 from tests.hunt.requests import Request
 from tests.hunt.setups import Setup, manager_config
+from tests.support.drivers import RefusingDevice, ReturningDevice, returning_device
 
 T = TypeVar("T")
 

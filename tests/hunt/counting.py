@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
 from tests.hunt.base import Found
-from tests.hunt.devices import REFUSALS, RefusingDevice, Strange, refusing_device
 from tests.hunt.hunter import Hunter
 from tests.hunt.setups import Setup, draw, manager_config
+from tests.support.drivers import REFUSALS, RefusingDevice, Strange, refusing_device
 
 FOREVER: Final = 1 << 40
 TIMES: Final = (1, 2, FOREVER)

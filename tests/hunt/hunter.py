@@ -12,11 +12,11 @@ from typing import Final
 
 from kv_cache_manager_v2 import EventMirror, KVCache, KVCacheError
 from tests.hunt.base import SCOPES, Found
-from tests.hunt.devices import RefusingDevice
 from tests.hunt.memory import Text
 from tests.hunt.requests import Request
 from tests.hunt.setups import Setup
 from tests.hunt.whole import WholeManager
+from tests.support.drivers import RefusingDevice
 
 WEIGHTS: Final = {
     "create": 16,

@@ -23,7 +23,7 @@ from kv_cache_manager_v2 import (
     KVCacheManagerConfig,
 )
 from tests.hunt.base import Found
-from tests.hunt.devices import returning_device
+from tests.support.drivers import returning_device
 
 TOKENS = 6  # of a request
 SPARE_EVENTS = 512  # events are kept for the next use: as many as were ever outstanding at once

@@ -22,7 +22,7 @@ from kv_cache_manager_v2 import (
     commit_batch,
     resize_batch,
 )
-from tests.hunt.devices import REFUSALS, RefusingDevice, refusing_device
+from tests.support.drivers import REFUSALS, RefusingDevice, refusing_device
 from tests.support.engine import Token
 from tests.support.models import GRAIN, Kind, hybrid, small
 from tests.support.rig import GPU, HOST, toks

@@ -29,8 +29,8 @@ from kv_cache_manager_v2 import (
     take_poison,
 )
 from kv_cache_manager_v2.request.call import Call
-from tests.hunt.devices import Strange
 from tests.manager.test_any_exception import Scene, scene_of
+from tests.support.drivers import Strange
 from tests.support.models import GRAIN
 from tests.support.rig import GPU, toks
 

@@ -13,8 +13,8 @@ import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager, LogicError, resize_batch
 from kv_cache_manager_v2.request.live_managers import DROPPED, LIVE
-from tests.hunt.devices import refusing_device
 from tests.manager.test_any_exception import scene_of
+from tests.support.drivers import refusing_device
 from tests.support.models import GRAIN, small
 from tests.support.rig import GPU, toks
 

@@ -11,12 +11,13 @@ import pytest
 from kv_cache_manager_v2 import (
     CacheTierConfig,
     DiskCacheTierConfig,
+    Driver,
     EmulatedDriver,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     LogicError,
 )
-from tests.device.drivers import watched
+from tests.support.drivers import watched_device
 from tests.support.models import GRAIN, KIB, MIB, attention, model
 from tests.support.rig import DISK, GPU, HOST, Request, Rig, toks
 
@@ -48,9 +49,8 @@ class Scene:
         self.second = self._request(9000)
         self.rig.settle()
 
-    def _wrap(self, inner: EmulatedDriver) -> EmulatedDriver:
-        device: EmulatedDriver = watched(inner, self._before_a_wait)
-        return device
+    def _wrap(self, inner: EmulatedDriver) -> Driver:
+        return watched_device(inner, self._before_a_wait)
 
     def _request(self, beg: int) -> Request:
         request = self.rig.start()
@@ -207,7 +207,7 @@ def test_others_are_served_while_an_adjustment_waits_for_the_engine(schedule: st
             other.join(WATCHDOG_S)
             held.open()
 
-    with Rig(model(layers, gpu=16 * MIB), schedule, seed, wrap=lambda inner: watched(inner, before_a_wait)) as rig:
+    with Rig(model(layers, gpu=16 * MIB), schedule, seed, wrap=lambda inner: watched_device(inner, before_a_wait)) as rig:
         tokens = toks(0, 300)
         rig.extend(tokens)
         totals = [rig.counts(group=group).total for group in range(2)]

@@ -196,8 +196,8 @@ def test_one_event_covers_all_that_resume_queued(where: str, seed: int) -> None:
         assert rig.engine is not None
         plane = rig.engine.planes[0]
         page = rig.indices(request.cache)[1]
-        rig.driver.launch(receiver, lambda: plane.memory()[page].fill(7))
+        rig.driver.launch(receiver, lambda: plane.memory[page].fill(7))
         gate.open()
         rig.driver.synchronize()
-        assert (plane.memory()[page] == 7).all()
+        assert (plane.memory[page] == 7).all()
         rig.driver.destroy_event(event)

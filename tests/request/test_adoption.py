@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from kv_cache_manager_v2 import KVCacheManagerConfig, LogicError
-from tests.reuse.helpers import Notes
 from tests.support.engine import Token
 from tests.support.models import Kind, small
 from tests.support.rig import Request, Rig, toks
+from tests.support.tree_rig import Notes
 
 
 def keeping(slots: int, *, kinds: tuple[Kind, ...] = ("full",), host_slots: int = 0) -> KVCacheManagerConfig:

@@ -1,7 +1,6 @@
 """Beam search and forks: several continuations that share what is settled.
 
-A further beam reads BAD where it shares beam 0's page; the engine here reads those through beam 0. Tokens carry the beam that
-wrote them.
+A further beam reads BAD where it shares beam 0's page; the engine here reads those through beam 0. Each beam has tokens of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, KVCache, KVCacheError, OutOfPagesError
-from tests.support.engine import FakeEngine, Token
+from tests.support.engine import Engine, Token
 from tests.support.models import Kind, hybrid, small
 from tests.support.rig import Request, Rig, toks
 
 
-def engine_of(rig: Rig) -> FakeEngine:
+def engine_of(rig: Rig) -> Engine:
     assert rig.engine is not None
     return rig.engine
 
@@ -24,7 +23,7 @@ def row(rig: Rig, request: Request, beam: int, layer: int = 0) -> list[int]:
 
 
 class Search:
-    """A request with several beams: their tokens, and which beam wrote each."""
+    """A request with several beams: and their tokens."""
 
     def __init__(self, rig: Rig, prompt: list[Token], width: int) -> None:
         self.rig = rig
@@ -35,11 +34,10 @@ class Search:
         self.request.cache.beam_width = width
         self.width = width
         self.texts = [list(prompt) for _ in range(width)]
-        self.writers = [[0] * len(prompt) for _ in range(width)]
 
     def check(self) -> None:
         for beam in range(self.width):
-            engine_of(self.rig).step(self.request.cache, [], self.texts[beam], beam, writers=self.writers[beam])
+            engine_of(self.rig).check(self.request.cache, self.texts[beam], beam)
         self.rig.settle()
 
     def step(self, count: int, tag: int) -> bool:
@@ -50,9 +48,8 @@ class Search:
             return False
         for beam in range(self.width):
             new = toks(1000 * tag + 100 * beam, 1000 * tag + 100 * beam + count)
-            engine_of(self.rig).step(cache, new, self.texts[beam], beam, writers=self.writers[beam])
+            engine_of(self.rig).step(cache, new, self.texts[beam], beam)
             self.texts[beam] += new
-            self.writers[beam] += [beam] * count
         cache.history_length = length + count
         return True
 
@@ -96,19 +93,19 @@ def test_committing_one_beam(kinds: list[Kind], winner: int) -> None:
         assert search.step(3, 1)
         assert search.step(5, 2)
         search.check()
-        text, writers = search.texts[winner], search.writers[winner]
+        text = search.texts[winner]
         cache = search.request.cache
         cache.commit(text[6:12], [winner] * 6)
         assert cache.num_committed_tokens == 12
         assert cache.committed_tokens == text[:12]
         for beam in (1, 2):
             assert row(rig, search.request, beam)[:3] == [BAD_PAGE_INDEX] * 3
-        engine_of(rig).step(cache, [], text[:12], 0, writers=writers[:12])
+        engine_of(rig).check(cache, text[:12])
         rig.settle()
         cache.close()
         again = rig.start(text)
         assert len(again.tokens) == 12
-        engine_of(rig).step(again.cache, [], text[:12], 0, writers=writers[:12])
+        engine_of(rig).check(again.cache, text[:12])
 
 
 def test_a_block_of_several_beams_is_refused() -> None:
@@ -128,7 +125,7 @@ def test_a_block_of_several_beams_is_refused() -> None:
         cache.commit([*search.texts[1][4:8], *search.texts[0][8:12]], [1] * 4 + [0] * 4)
         assert cache.num_committed_tokens == 12
         mixed = [*toks(0, 4), *search.texts[1][4:8], *search.texts[0][8:12]]
-        engine_of(rig).step(cache, [], mixed, 0, writers=[0] * 4 + [1] * 4 + [0] * 4)
+        engine_of(rig).check(cache, mixed)
 
 
 @pytest.mark.parametrize("keep", [1, 2])

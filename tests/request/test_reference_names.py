@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import LayerGroupId, typed_range
 from tests.support.models import small
 from tests.support.rig import Rig, toks
 
@@ -33,8 +32,3 @@ def test_the_finish_event_is_never_there() -> None:
     """The reference has one only inside its transitions: reading it is a ValueError."""
     with Rig(small(4)) as rig, pytest.raises(ValueError, match="finish_event"):
         _ = rig.create().finish_event
-
-
-def test_typed_range_counts_ids() -> None:
-    assert list(typed_range(LayerGroupId(3))) == [0, 1, 2]
-    assert list(typed_range(0)) == []

@@ -114,14 +114,6 @@ def test_resume_without_a_stream() -> None:
         assert cache.resume()
 
 
-def parked_on_disk(rig: Rig, blocks: int) -> KVCache:
-    """A suspended cache all of whose pages lie on the last tier."""
-    request = rig.start()
-    assert request.advance(toks(0, 4 * blocks))
-    request.suspend()
-    return request.cache
-
-
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_prefetch(tmp_path: object, schedule: str) -> None:
     """Pages on disk move to the host, all of them, none to the GPU, and are known to the eviction there."""

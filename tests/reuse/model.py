@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
-from tests.reuse.helpers import Token
+from tests.support.tree_rig import Token
 
 Path = tuple[Token, ...]
 

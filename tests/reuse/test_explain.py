@@ -9,10 +9,10 @@ import pytest
 from kv_cache_manager_v2 import CacheTier, ConfigError, MissCause, MissReport, ReuseScope
 from kv_cache_manager_v2.reuse.explain import MissHistory, explain
 from kv_cache_manager_v2.reuse.tokens import pack
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, digest, toks, window
-from tests.storage.helpers import make_cell
 from tests.support.models import small
 from tests.support.rig import Rig
+from tests.support.storage_rig import make_cell
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, SSM, Cache, Notes, Token, digest, toks, window
 
 TIERS = [CacheTier.GPU_MEM, CacheTier.HOST_MEM]
 

@@ -16,7 +16,7 @@ import pytest
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.keys import ReuseScope, make_block_keys, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, pack
-from tests.reuse.helpers import Token, toks
+from tests.support.tree_rig import Token, toks
 
 D = bytes(range(32))
 ONE_TO_SIX: list[Token] = toks(1, 7)

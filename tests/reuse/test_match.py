@@ -10,7 +10,7 @@ from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.tokens import pack, pack_unchecked
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest, toks, window
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest, toks, window
 
 
 def lengths(found: Match) -> tuple[int, int, int, int]:

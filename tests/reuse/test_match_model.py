@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import pack, unpack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, chunked, digest, window
 from tests.reuse.model import Model, Path
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, SSM, Cache, Token, chunked, digest, window
 
 HOW = {BLOCK_NEW: "new", BLOCK_EXISTS: "exists", BLOCK_COVERED: "covered"}
 TOKENS: list[Token] = [1, 2, digest(1), digest(2)]

@@ -14,7 +14,7 @@ from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.sibling_trie import Leaf, TrieNode
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack, unpack
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, SSM, Cache, Token, digest
 
 TOKENS: list[Token] = [0, 1, 256, 1 << 30, digest(0), digest(1), digest(1 << 200)]
 runs: st.SearchStrategy[list[Token]] = st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6)
@@ -150,7 +150,7 @@ def test_ten_thousand_siblings_stay_shallow() -> None:
 
 
 DEEP_FAN = """
-from tests.reuse.helpers import FULL, Cache
+from tests.support.tree_rig import FULL, Cache
 cache = Cache(32, FULL)
 for position in range(32):
     for bit in range(31):

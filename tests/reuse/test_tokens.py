@@ -26,7 +26,7 @@ from kv_cache_manager_v2.reuse.tokens import (
     pack_unchecked,
     unpack,
 )
-from tests.reuse.helpers import digest
+from tests.support.tree_rig import digest
 
 TOP = (1 << 31) - 1
 MIXED: list[int | bytes] = [digest(1), 5, digest(2), digest(3), TOP, 0, 7, digest(4)]

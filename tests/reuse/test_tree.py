@@ -11,7 +11,7 @@ from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, BLOCK_EXISTS, BLOCK_NEW
-from tests.reuse.helpers import EMPTY_SCOPE, FULL, SSM, Cache, KeyNotes, Notes, Token, digest, toks, window
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, SSM, Cache, KeyNotes, Notes, Token, digest, toks, window
 
 
 def insert(cache: Cache, parent: Block, tokens: list[Token]) -> tuple[Block, int]:

@@ -79,10 +79,10 @@ class Library:
 class Beam:
     """One continuation: its tokens, and what the engine has written for each."""
 
-    def __init__(self, tokens: list[Token], stamps: list[int], state: int | None, shared: int = 0) -> None:
+    def __init__(self, tokens: list[Token], stamps: list[int], state: list[int], shared: int = 0) -> None:
         self.tokens = tokens
         self.stamps = stamps  # chain values, by position
-        self.state = state  # chain value that the recurrent state holds; None: undefined
+        self.state = state  # the stamps that its recurrent state was computed from
         self.shared = shared  # leading blocks that it shares with beam 0; 0 for beam 0 itself
 
     def copy(self) -> Beam:
@@ -106,7 +106,7 @@ class Request:
         self.committed = 0
         self.history = 0
         self.capacity = 0
-        self.beams = [Beam([], [], None)]
+        self.beams = [Beam([], [], [])]
         self.tail_beam = -1  # beam whose tokens are committed in the last, partial block; -1 if all beams share them
         self.last_beam = 0  # beam that the last committed token came from
         self.committing = True
@@ -136,8 +136,7 @@ class Request:
         """Created with this many tokens reused."""
         self.committed = self.history = self.capacity = matched
         stamps = chain_all(self.root, tokens[:matched])
-        state = stamps[-1] if stamps and self.recurrent else None
-        self.beams = [Beam(list(tokens[:matched]), stamps, state)]
+        self.beams = [Beam(list(tokens[:matched]), stamps, stamps.copy())]
 
     def resized(self, capacity: int, history: int, max_rewind: int) -> None:
         moved = capacity != self.capacity or history != self.history

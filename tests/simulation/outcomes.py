@@ -83,6 +83,8 @@ EACH: Final[tuple[Outcome, ...]] = (  # the other operations: at least once in C
     ("clear", "done"),
     ("illegal call", "refused"),
     ("check", "statistics of requests"),
+    ("check", "page moved or dropped"),
+    ("resize", "statistics discarded"),
     ("resume", "data lost"),
     ("resize", "data lost"),
     ("resume", "device failure"),

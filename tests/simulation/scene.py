@@ -9,19 +9,26 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, PlannedDropHandle, ReuseScope
 from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.errors import CuError, OutOfMemoryError, OutOfPagesError, PageDataLostError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId, PageIndexMode
 from kv_cache_manager_v2.storage.page import Page
-from tests.simulation.books import Books
-from tests.simulation.engine import WORD, Buffer, Engine
 from tests.simulation.inside import Inside
 from tests.simulation.model import Library, Request, Token, chain_all
 from tests.simulation.setups import Setup
 from tests.simulation.stream import StreamWatch
+from tests.support.engine import Engine, Plane, fingerprint
+from tests.support.recount import Recount
+
+
+def words_of(stamps: Sequence[int]) -> list[int]:
+    """What the engine writes for chain values."""
+    return [stamp & 0xFFFFFFFF for stamp in stamps]
 
 
 class Live:
@@ -52,10 +59,11 @@ class Scene:
         self.stream_watch = StreamWatch(setup.alphabet)
         self.manager = KVCacheManager(setup.config, self.stream_watch.events, driver=self.driver, clock=self._clock)
         self.inside = Inside(self.manager, self.driver)
-        self.engine = Engine(self.manager, setup.size)
+        self.engine = Engine(self.manager, self.driver, setup.config, PageIndexMode.PER_LAYER)
+        self.parts = [plane.parts() for plane in self.engine.planes]
         self.streams = [self.driver.create_stream() for _stream in range(setup.num_streams)]
         self.library = Library(setup.num_scopes)
-        self.books = Books(self.manager, setup.kinds, setup.size)
+        self.recount = Recount(self.manager, setup.kinds, setup.size)
         self.scopes = [
             ReuseScope(None if number == 0 else number, 7 if number == 2 else None) for number in range(setup.num_scopes)
         ]
@@ -81,7 +89,7 @@ class Scene:
     def count(self, operation: str, outcome: str, *details: int) -> str:
         self.counts[operation, outcome] += 1
         if outcome != "device failure":  # a call that raises concludes nothing
-            self.books.update_peaks()
+            self.recount.look()
         self.trace = zlib.crc32(f"{operation} {outcome} {details}".encode(), self.trace)
         return outcome
 
@@ -109,6 +117,8 @@ class Scene:
 
     def attempt(self, live: Live | None, operation: str, call: Callable[[], object]) -> tuple[str, object]:
         """Do a call that may meet injected faults: ("", result), or the name of the failure."""
+        if not self.faulted and not self.inside.shared.unclosed:  # else the call first closes a cache whose handle was dropped
+            self.recount.before(operation)
         try:
             result = call()
         except PageDataLostError:
@@ -126,27 +136,25 @@ class Scene:
 
     def after(self) -> None:
         """Look at what kernels found meanwhile."""
-        if self.engine.errors:
-            errors, self.engine.errors = self.engine.errors, []
-            for request, text in errors:
-                assert self.setup.faults, f"wrong bytes: {text}"
-                for live in [*self.live, *self.closed_in_doubt]:
-                    if live.model is request:
-                        live.doubt = text
-                        break
-                else:
-                    self.closed_in_doubt.append(self._ghost(request, text))
+        errors, self.engine.errors = self.engine.errors, []
+        for number, text in errors:
+            assert self.setup.faults, f"wrong bytes: {text}"
+            found = [live for live in (*self.live, *self.closed_in_doubt, *self.recent) if live.number == number]
+            assert found, f"wrong bytes: {text}"
+            found[0].doubt = text
+            if found[0] not in self.live and found[0] not in self.closed_in_doubt:
+                self.closed_in_doubt.append(found[0])  # closed before its kernels ran
 
-    def _ghost(self, request: Request, text: str) -> Live:
-        """A request that was closed before its kernels ran."""
-        for live in self.recent:
-            if live.model is request:
-                live.doubt = text
-                return live
-        raise AssertionError(f"wrong bytes: {text}")
+    def resized(self, live: Live, capacity: int, history: int) -> None:
+        """Change the model as a resize changed the request."""
+        blocks, old_history = live.model.blocks, live.model.history
+        live.model.resized(capacity, history, self.setup.max_rewind)
+        self.recount.resized(live.number, live.model, blocks, old_history)
 
-    def launch(self, live: Live, kernel: Callable[[], None]) -> None:
-        self.driver.launch(live.cache.cuda_stream, kernel)
+    def check_pages(self, live: Live) -> None:
+        """A kernel that reads everything that the request has computed."""
+        for number, beam in enumerate(live.model.beams):
+            self.engine.check(live.cache, words_of(beam.stamps), number, words_of(beam.state))
 
     # --- checks
 
@@ -197,7 +205,7 @@ class Scene:
         """Every structure, without disturbing anything."""
         self.manager.check_invariants()
         self.stream_watch.check(self.inside.tree)
-        self.books.check(not self.faulted and not self.inside.shared.unclosed)
+        self.recount.check(not self.faulted and not self.inside.shared.unclosed)
         self.after()
 
     def check_bytes(self) -> None:
@@ -205,7 +213,7 @@ class Scene:
         request that computed on wrong bytes is lost."""
         for live in self.live:
             if live.active and not live.lost:
-                self.launch(live, self.engine.check(live.model, live.cache))
+                self.check_pages(live)
         self.driver.synchronize()
         self.inside.hierarchy.settle()
         self.after()
@@ -220,10 +228,9 @@ class Scene:
             for number, page in enumerate(block.pages):
                 if page is None or page.transfers > 0:
                     continue
-                beg = len(path) - block.num_tokens
-                for buffer in self.engine.buffers:
-                    if buffer.group == number:
-                        self._check_page(number, page, buffer, values, beg)
+                for plane, (pool, offsets) in zip(self.engine.planes, self.parts, strict=True):
+                    if plane.group == number:
+                        self._check_page(page, plane, pool, offsets, words_of(values), len(path) - block.num_tokens)
         self.counts["check", "tree"] += 1
 
     def _values(
@@ -235,21 +242,14 @@ class Scene:
         memo[data, path] = values
         return values
 
-    def _check_page(self, number: int, page: Page, buffer: Buffer, values: list[int], beg: int) -> None:
-        size = self.setup.size
-        pool = buffer.pool
-        offset = buffer.offset * WORD
-        words = array("q", self.inside.page_bytes(page, pool, offset, buffer.words * WORD))
-        if self.setup.kinds[number].recurrent:
-            found = [words[0], words[-1]]
-            expected = [values[beg + page.coverage - 1] ^ buffer.salt] * 2
-        else:
-            step = buffer.step(size)
-            found = words[: (page.coverage - 1) * step + 1 : step].tolist()
-            expected = [value ^ buffer.salt for value in values[beg : beg + page.coverage]]
-        assert found == expected, (
-            f"a page of life cycle {number} on level {page.level}, good for {page.coverage} tokens from {beg} on, "
-            f"holds {found} instead of {expected}"
+    def _check_page(self, page: Page, plane: Plane, pool: int, offsets: list[int], words: list[int], beg: int) -> None:
+        """What a page is good for, from position `beg` on, is there, on any level."""
+        end = beg + page.coverage
+        expected = fingerprint(np.array(words[:end], np.uint32)) if plane.recurrent else np.array(words[beg:end], np.uint32)
+        data = b"".join(self.inside.page_bytes(page, pool, offset, plane.stride) for offset in offsets)
+        found = plane.pages_in(data).reshape(-1, plane.words)[: len(expected), plane.columns]
+        assert np.array_equal(found, plane.pattern(expected)), (
+            f"a page of {plane.describe()} on level {page.level}, good for {page.coverage} tokens from {beg} on, holds other bytes"
         )
 
     def _settle_doubts(self) -> None:

@@ -6,12 +6,14 @@ Each test runs configurations of its own; which outcomes must have come up, and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 
 import pytest
 
 from tests.simulation.outcomes import Counts, table, too_rare
 from tests.simulation.setups import SHAPES
 from tests.simulation.simulator import SimulationError, simulate
+from tests.support.engine import Engine, Indices, Plane, Words
 
 VOLUMES = 4
 RUNS = 2 * len(SHAPES)
@@ -43,12 +45,14 @@ def test_one_seed_reproduces_a_run() -> None:
 
 def test_a_failure_says_how_to_see_it_again() -> None:
     """Wrong bytes are found, and the message names the seed, the operation and the last operations."""
-    from tests.simulation.engine import Engine
+    honest = Engine._write
 
-    honest = Engine.step
+    def wrong(self: Engine, planes: list[tuple[Plane, Indices]], old: Words, new: Words, number: Hashable) -> None:
+        honest(self, planes, old, new + 1, number)
+
     try:
-        Engine.step = lambda self, request, cache, beg: honest(self, request, cache, beg + 1)  # type: ignore[method-assign]
+        Engine._write = wrong  # type: ignore[method-assign]
         with pytest.raises(SimulationError, match=r"seed 2, operation \d+: .*wrong bytes(.|\n)*last operations"):
             simulate(2, 400, faults=False)
     finally:
-        Engine.step = honest  # type: ignore[method-assign]
+        Engine._write = honest  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
 from tests.simulation.model import Request, Token, chain_all
-from tests.simulation.scene import Live, Scene
+from tests.simulation.scene import Live, Scene, words_of
 from tests.simulation.setups import Setup
 
 PriorityCallback = Callable[[int, LifeCycle], int]
@@ -51,7 +51,7 @@ class World(Scene):
         model.scratch = self.setup.scratch
         model.start(prompt, found)
         live = Live(self.created, cache, model)
-        self.books.created(live.number, cache.cached_tokens_by_level, model, len(prompt))
+        self.recount.created(live.number, cache, len(prompt))
         self.created += 1
         self.live.append(live)
         if check:
@@ -90,7 +90,7 @@ class World(Scene):
         gate = self.calm() and self._limited(live)
         fits, barely = self._fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
         first = live.number not in self.started
-        tails = self.books.tails(live.cache, live.model) if first else []
+        tails = self.recount.tails(live.cache, live.model) if first else []
         failure, done = self.attempt(live, "resume", lambda: live.cache.resume(self.streams[stream]))
         if failure:
             assert live.cache.status == KVCache.Status.SUSPENDED
@@ -105,14 +105,14 @@ class World(Scene):
         assert not gate, "resumed beyond max_util_for_resume"
         assert barely, "a resume that cannot fit went through"
         if first:
-            self.books.resumed_first(live.number, live.cache, live.forked, tails, live.model)
+            self.recount.resumed_first(live.number, live.cache, live.forked, tails, live.model)
         else:
-            self.books.resumed += 1
+            self.recount.resumed += 1
         partial = live.model.history % self.setup.size != 0 and live.number not in self.started
         self.started.add(live.number)
         live.model.status = "ACTIVE"
         self.rows(live)
-        self.launch(live, self.engine.check(live.model, live.cache))
+        self.check_pages(live)
         self.count("resume", "partial copy" if partial else "plain")
         return self.count("resume", "true", *self.positions(live))
 
@@ -159,7 +159,7 @@ class World(Scene):
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)
             if failure == "device failure" and lengths[1] == history:  # pages were let go before the device failed
-                self.books.resized(live.number, model, lengths[0], history, self.setup.max_rewind)
+                self.resized(live, lengths[0], history)
             assert lengths == (model.capacity, model.history)
             return failure
         if not done:
@@ -170,9 +170,12 @@ class World(Scene):
             return self.count("resize", "false")
         assert fits is not False, "a resize that cannot fit went through"
         way = "grow" if capacity > model.capacity else "shrink" if capacity < model.capacity else "history"
-        self.books.resized(live.number, model, capacity, history, self.setup.max_rewind)
+        self.resized(live, capacity, history)
         if (capacity + history) % 5 == 0:
-            self.books.settle(live.number, live.cache, not self.faulted)
+            self.recount.settle(live.number, live.cache, not self.faulted)
+        elif (capacity + history) % 31 == 0:
+            self.recount.discard(live.number, live.cache)
+            self.count("resize", "statistics discarded")
         self.rows(live)
         if live.cache.has_scratch_slots:
             self.count("resize", "scratch")
@@ -183,17 +186,17 @@ class World(Scene):
         """A step of the engine: it reads what is there, and writes the positions up to the capacity, for each beam."""
         model = live.model
         assert live.active
-        self.launch(live, self.engine.check(model, live.cache))
+        self.check_pages(live)
         beg = first_written(model)
-        for beam, fresh in zip(model.beams, tokens, strict=True):
+        for number, (beam, fresh) in enumerate(zip(model.beams, tokens, strict=True)):
             beam.cut(beg)
             value = beam.stamps[-1] if beam.stamps else model.root
             beam.tokens.extend(fresh)
             beam.stamps.extend(chain_all(value, fresh))
             assert len(beam.tokens) == model.capacity
-            if model.recurrent:
-                beam.state = beam.stamps[-1] if beam.stamps else None
-        self.launch(live, self.engine.step(model, live.cache, beg))
+            beam.state = beam.stamps.copy()
+            words = words_of(beam.stamps)
+            self.engine.step(live.cache, words[beg:], words[:beg], number, checked=())
         return self.count("compute", "done", beg, model.capacity)
 
     def commit(self, live: Live, beam: int, count: int, is_end: bool) -> str:
@@ -238,7 +241,7 @@ class World(Scene):
         done = self.calls.resize_batch([live.cache for live in lives], capacities, histories)
         for number, live in enumerate(lives):
             if number < done:
-                self.books.resized(live.number, live.model, capacities[number], histories[number], self.setup.max_rewind)
+                self.resized(live, capacities[number], histories[number])
                 self.rows(live)
             else:
                 assert self.face(live) == faces[number], "a request behind the one that was short of pages has changed"
@@ -259,7 +262,7 @@ class World(Scene):
         if failure:
             return failure
         live.model.status = "SUSPENDED"
-        self.books.suspended += 1
+        self.recount.suspended += 1
         live.buffers.clear()
         self.rows(live)
         return self.count("suspend", "done")
@@ -280,7 +283,7 @@ class World(Scene):
         return self.count("prefetch", "true" if done else "false")
 
     def close(self, live: Live) -> str:
-        self.books.settle(live.number, live.cache, not self.faulted)
+        self.recount.settle(live.number, live.cache, not self.faulted)
         try:
             live.cache.close()
         except PageDataLostError:
@@ -301,7 +304,7 @@ class World(Scene):
 
     def _closed(self, live: Live) -> None:
         self.live.remove(live)
-        self.books.forget(live.number)
+        self.recount.forget(live.number)
         if live.doubt:
             self.closed_in_doubt.append(live)
         self.recent = [*self.recent[-63:], live]
@@ -322,7 +325,7 @@ class World(Scene):
         model = live.model.fork()
         other = Live(self.created, twin, model)
         other.forked = True
-        self.books.forked(live.number, other.number)
+        self.recount.forked(live.number, other.number)
         other.doubt = live.doubt
         self.created += 1
         self.live.append(other)
@@ -345,9 +348,9 @@ class World(Scene):
         if width > model.width:
             old_width = model.width
             model.widen(width)
-            self.books.widened(live.number, model, old_width)
+            self.recount.widened(live.number, model, old_width)
         else:
-            self.books.narrowed(live.number, width)
+            self.recount.narrowed(live.number, width)
             model.narrow(width)
         live.buffers = {key: value for key, value in live.buffers.items() if key[1] < width}
         self.rows(live)
@@ -403,8 +406,6 @@ class World(Scene):
         before = self.fingerprint(None) if check and self.calm() else None
         was = self.manager.get_quota(CacheLevel(level))
         failure, result = self.attempt(None, "quota", lambda: self.manager.resize(CacheLevel(level), quota, best_efforts))
-        if level == 0:
-            self.engine.remap()
         if failure:
             return failure
         now = self.manager.get_quota(CacheLevel(level))
@@ -429,7 +430,6 @@ class World(Scene):
         needed = self.manager.need_adjustment
         sizes = self.inside.sizes()
         failure, result = self.attempt(None, "adjust", self._adjusted)
-        self.engine.remap()
         if failure:
             return failure
         if not result:
@@ -444,7 +444,7 @@ class World(Scene):
 
     def clear(self) -> str:
         assert not self.live
-        self.manager.clear_reusable_blocks()
+        self.attempt(None, "clear", self.manager.clear_reusable_blocks)
         assert self.inside.tree.num_blocks == 0
         self.library.clear()
         return self.count("clear", "done")
@@ -497,7 +497,8 @@ class World(Scene):
             self.plans.clear()
             self.check_bytes()
             self.check()
-            self.counts["check", "statistics of requests"] += self.books.settled
+            self.counts["check", "statistics of requests"] += self.recount.settled
+            self.counts["check", "page moved or dropped"] += self.recount.moves_seen
             self.manager.shutdown()
             self.stream_watch.end()
         self.driver.synchronize()

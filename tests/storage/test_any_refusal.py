@@ -4,6 +4,7 @@ place, no slot is lost, and what was refused succeeds when it is tried again."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,11 @@ import pytest
 from kv_cache_manager_v2.errors import CuError
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from tests.device.drivers import refusing
-from tests.storage.helpers import Rig, resize_level
+from tests.support.drivers import Strange, refusing_device
+from tests.support.storage_rig import StorageRig, resize_level
 
 ALWAYS = 1 << 30
-
-
-class StrangeError(Exception):
-    """A class that nothing here has heard of."""
+IDENTIFYING = partial(refusing_device, identifies=True)
 
 
 REFUSALS: list[tuple[Callable[[], BaseException], int]] = [
@@ -27,7 +25,7 @@ REFUSALS: list[tuple[Callable[[], BaseException], int]] = [
     (lambda: CuError("refused", 999, "any"), ALWAYS),
     (lambda: KeyboardInterrupt(), 1),
     (lambda: MemoryError(), 2),
-    (lambda: StrangeError("?"), ALWAYS),
+    (lambda: Strange(), ALWAYS),
 ]
 SLOTS = 3
 
@@ -36,7 +34,7 @@ class Scene:
     """Tiers full of held pages but for one cached page on the GPU; values by page."""
 
     def __init__(self, tiers: str, path: str) -> None:
-        self.rig = Rig([[SLOTS]] * len(tiers), tiers, ((5000, 40),), path=path, wrap=refusing)
+        self.rig = StorageRig([[SLOTS]] * len(tiers), tiers, ((5000, 40),), path=path, wrap=IDENTIFYING)
         self.values: dict[int, int] = {}
         self.pages: list[Page] = []
         for value in range(SLOTS * len(tiers) - 1):
@@ -120,14 +118,14 @@ def refused(name: str, tiers: str, path: str, refusal: tuple[Callable[[], BaseEx
     if frees:
         scene.free_one()
     error = refusal[0]()
-    made = rig.device.made
+    made = rig.device.calls
     rig.device.refuse(error, skip, refusal[1])
     raised: BaseException | None = None
     try:
         call(scene)
     except BaseException as caught:
         raised = caught
-    struck = bool(rig.device.made > made + skip)
+    struck = bool(rig.device.calls > made + skip)
     rig.device.refuse(None)
     rig.hierarchy.check_invariants(rig.pages)
     assert raised is None or raised is error or isinstance(raised, type(error) | CuError | MemoryError), repr(raised)
@@ -178,21 +176,21 @@ def test_closing_can_be_tried_again_until_everything_is_free(
     skip = 0
     struck = True
     while struck:
-        rig = Rig([[3], [3], [3]], "ghd", path=str(tmp_path), wrap=refusing)
+        rig = StorageRig([[3], [3], [3]], "ghd", path=str(tmp_path), wrap=IDENTIFYING)
         for value in range(9):
             rig.held(value)
         rig.driver.synchronize()
-        made = rig.device.made
+        made = rig.device.calls
         rig.device.refuse(refusal[0](), skip, refusal[1])
         for _attempt in range(4):
             try:
                 rig.hierarchy.close()
                 break
-            except (CuError, KeyboardInterrupt, MemoryError, StrangeError):
+            except (CuError, KeyboardInterrupt, MemoryError, Strange):
                 if refusal[1] == ALWAYS:
-                    struck = bool(rig.device.made > made + skip)
+                    struck = bool(rig.device.calls > made + skip)
                     rig.device.refuse(None)
-        struck = bool(rig.device.made > made + skip)
+        struck = bool(rig.device.calls > made + skip)
         rig.device.refuse(None)
         rig.close()
         skip += 1

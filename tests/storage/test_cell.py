@@ -7,11 +7,12 @@ import pytest
 from kv_cache_manager_v2.errors import CorruptedError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.storage.page import Page
-from tests.storage.helpers import Rig
+from tests.storage.conftest import NewRig
+from tests.support.storage_rig import StorageRig
 
 
 def test_a_page_is_listed_once() -> None:
-    rig = Rig([[2], [2]])
+    rig = StorageRig([[2], [2]])
     page = rig.held()
     with pytest.raises(AssertionError, match="while it was in one"):
         page.cell.enter(page)
@@ -21,22 +22,20 @@ def test_a_page_is_listed_once() -> None:
     rig.close()
 
 
-def test_every_page_with_a_slot_is_listed_in_its_cell() -> None:
+def test_every_page_with_a_slot_is_listed_in_its_cell(new_rig: NewRig) -> None:
     """Locked, held, cached: on each level the lists name the pages whose slots are taken, and no other."""
-    rig = Rig([[3], [3]])
+    rig = new_rig([[3], [3]])
     pages = [rig.cached(), rig.held(), rig.held(), rig.cached(), rig.held(), rig.new()]
     for cell in rig.hierarchy.cells[0]:
         here = [page for page in pages if page.alive() and page.cell is cell]
         assert {id(page) for page in cell.pages()} == {id(page) for page in here}
         assert len(here) == cell.allocator.num_taken() == 3
         assert [page for page in here if not page.queued] == cell.pinned.pages()
-    rig.check()
-    rig.close()
 
 
 def test_a_slot_without_a_page_is_found() -> None:
     """A slot that was allocated and has no page, a page whose slot is free, two pages of one slot: the check says so."""
-    rig = Rig([[4], [4]])
+    rig = StorageRig([[4], [4]])
     cell = rig.hierarchy.gpu[0]
     page = rig.held()
     slot, _ready = cell.allocator.allocate()
@@ -56,9 +55,9 @@ def test_a_slot_without_a_page_is_found() -> None:
     rig.close()
 
 
-def test_what_changes_from_droppable_to_held_and_back_keeps_its_place() -> None:
+def test_what_changes_from_droppable_to_held_and_back_keeps_its_place(new_rig: NewRig) -> None:
     """In the middle of a long order, too, and with pages on both sides that are held already."""
-    rig = Rig([[300], [300]])
+    rig = new_rig([[300], [300]])
     pages = [rig.cached() for _ in range(300)]
     order = rig.order(0)
     assert order == pages
@@ -69,5 +68,3 @@ def test_what_changes_from_droppable_to_held_and_back_keeps_its_place() -> None:
     for page in reversed(pages[100:140]):
         rig.hierarchy.release(page)
     assert rig.order(0) == order
-    rig.check()
-    rig.close()

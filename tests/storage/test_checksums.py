@@ -15,12 +15,13 @@ from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.tiers import make_tier
-from tests.storage.helpers import Rig, resize_level, settle_all
+from tests.storage.conftest import NewRig
+from tests.support.storage_rig import StorageRig, resize_level, settle_all
 
 PAGES = 250  # on disk at once
 
 
-def move_to(rig: Rig, pages: list[Page], level: int) -> None:
+def move_to(rig: StorageRig, pages: list[Page], level: int) -> None:
     """Move pages of one level down to another, level by level."""
     for below in range(pages[0].level + 1, level + 1):
         rig.hierarchy.mover.move(pages, rig.hierarchy.cells[0][below])
@@ -45,12 +46,9 @@ def flip(page: Page, rng: random.Random) -> None:
         ("gdd", "eager", (64,), 20),
     ],
 )
-def test_no_flipped_bit_is_served(
-    rigs: list[Rig], tiers: str, schedule: str, sizes: tuple[int, ...], rounds: int, tmp_path: Path
-) -> None:
+def test_no_flipped_bit_is_served(new_rig: NewRig, tiers: str, schedule: str, sizes: tuple[int, ...], rounds: int) -> None:
     """10,000 in all, in 125 random pages of 250 at a time. Each loses its page, which is counted; the others have their bytes."""
-    rig = Rig([[PAGES]] * len(tiers), tiers, (sizes,), schedule, 1, str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[PAGES]] * len(tiers), tiers, (sizes,), schedule, 1)
     rng = random.Random(f"{tiers} {schedule}")
     target = len(tiers) - 2
     for number in range(rounds):
@@ -72,10 +70,9 @@ def test_no_flipped_bit_is_served(
 
 
 @pytest.mark.parametrize("tiers", ["gd", "ghd", "gdd"])
-def test_a_flipped_bit_in_any_part_of_a_large_page_loses_it(rigs: list[Rig], tiers: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_part_of_a_large_page_loses_it(new_rig: NewRig, tiers: str) -> None:
     """Its parts pass through staging one by one, or from host memory at once, and each has a checksum."""
-    rig = Rig([[4]] * len(tiers), tiers, (((5 << 19) + 5, 40),), path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[4]] * len(tiers), tiers, (((5 << 19) + 5, 40),))
     for part in range(3):
         page, other = rig.held(1), rig.held(2)
         move_to(rig, [page, other], len(tiers) - 1)
@@ -90,10 +87,9 @@ def test_a_flipped_bit_in_any_part_of_a_large_page_loses_it(rigs: list[Rig], tie
         rig.hierarchy.release(other)
 
 
-def test_damage_is_carried_along_from_disk_to_disk(rigs: list[Rig], tmp_path: Path) -> None:
+def test_damage_is_carried_along_from_disk_to_disk(new_rig: NewRig) -> None:
     """What was damaged before it moved to a colder disk is lost there, although its new checksum fits its bytes."""
-    rig = Rig([[2], [2], [2]], "gdd", path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[2], [2], [2]], "gdd")
     page, other = rig.held(1), rig.held(2)
     move_to(rig, [page, other], 1)
     flip(page, random.Random(0))
@@ -103,10 +99,9 @@ def test_damage_is_carried_along_from_disk_to_disk(rigs: list[Rig], tmp_path: Pa
     rig.hierarchy.release(page)
 
 
-def test_checksums_follow_pages_that_a_resize_compacts(rigs: list[Rig], tmp_path: Path) -> None:
+def test_checksums_follow_pages_that_a_resize_compacts(new_rig: NewRig) -> None:
     """A page that moves within its tier can be read in its new slot, and damage there is found."""
-    rig = Rig([[4], [8]], "gd", path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[4], [8]], "gd")
     pages = [rig.held(i) for i in range(8)]
     assert rig.hierarchy.acquire([4], []) is None
     settle_all(rig)

@@ -13,8 +13,9 @@ from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
-from tests.storage.helpers import GRAIN, Rig, make_layout
+from tests.storage.conftest import NewRig
 from tests.support.models import hybrid
+from tests.support.storage_rig import GRAIN, make_layout
 
 
 def build(driver: EmulatedDriver, path: str) -> Hierarchy:
@@ -41,16 +42,14 @@ def test_closing_twice_and_without_use(tmp_path: Path) -> None:
     driver.close()
 
 
-def test_more_slots_than_issued_cost_nothing_but_memory() -> None:
-    rig = Rig([[100_000], [0]], slot_sizes=((64,),))
+def test_more_slots_than_issued_cost_nothing_but_memory(new_rig: NewRig) -> None:
+    rig = new_rig([[100_000], [0]], slot_sizes=((64,),))
     assert rig.counts(0) == (100_000, 0, 0)
     assert rig.hierarchy.utilization(0, 0) == 0.0
     assert rig.hierarchy.utilization(1, 0) == 0.0
     page = rig.new(1)
     assert rig.hierarchy.utilization(0, 0) == pytest.approx(1e-5)
     rig.expect(page, 1)
-    rig.check()
-    rig.close()
 
 
 @pytest.mark.parametrize(("call", "nth"), [("map_chunk", 2), ("host_register", 2)])

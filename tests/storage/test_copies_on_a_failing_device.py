@@ -9,10 +9,10 @@ import pytest
 
 from kv_cache_manager_v2 import KVCache, KVCacheError, LayerId
 from kv_cache_manager_v2.ids import NULL_POINT
-from tests.storage.helpers import FakeBlock
-from tests.storage.helpers import Rig as StorageRig
+from tests.storage.conftest import NewRig
 from tests.support.models import Kind, small
 from tests.support.rig import Rig, toks
+from tests.support.storage_rig import FakeBlock
 
 MARK = b"\xcc" * 16
 KINDS: Sequence[Kind] = ("full", (64, 0))
@@ -89,9 +89,9 @@ def test_beams_of_which_a_later_copy_is_refused(nth: int) -> None:
         cache.beam_width = 3
 
 
-def test_a_copy_refused_for_its_second_pool_leaves_its_slot_busy() -> None:
+def test_a_copy_refused_for_its_second_pool_leaves_its_slot_busy(new_rig: NewRig) -> None:
     """A snapshot takes the only free slot; half of it is queued when the device refuses the rest."""
-    rig = StorageRig([[2]], "g", ((96, 64),))
+    rig = new_rig([[2]], "g", ((96, 64),))
     assert rig.hierarchy.acquire([1], []) is None
     source = rig.hierarchy.new_page(0, 35)
     gate = rig.driver.gate(rig.stream)
@@ -103,13 +103,11 @@ def test_a_copy_refused_for_its_second_pool_leaves_its_slot_busy() -> None:
     gate.open()
     rig.driver.synchronize()
     assert rig.timeline.done(page.ready)
-    rig.check()
-    rig.close()
 
 
-def test_a_copy_that_may_not_wait_leaves_its_slot_to_the_user_before() -> None:
+def test_a_copy_that_may_not_wait_leaves_its_slot_to_the_user_before(new_rig: NewRig) -> None:
     """The slot's last user is still at work when the device refuses the wait for it."""
-    rig = StorageRig([[2]], "g")
+    rig = new_rig([[2]], "g")
     busy = rig.driver.create_stream()
     source, before = rig.hierarchy.new_page(0, 35), rig.hierarchy.new_page(0, 35)
     gate = rig.driver.gate(busy)
@@ -123,12 +121,11 @@ def test_a_copy_that_may_not_wait_leaves_its_slot_to_the_user_before() -> None:
     rig.driver.synchronize()
     rig.check()
     rig.driver.destroy_stream(busy)
-    rig.close()
 
 
-def test_an_overwriting_copy_refused_for_its_second_pool_leaves_its_slot_busy() -> None:
+def test_an_overwriting_copy_refused_for_its_second_pool_leaves_its_slot_busy(new_rig: NewRig) -> None:
     """The tree drops such a page; the next user of its slot waits for the half that was queued."""
-    rig = StorageRig([[2]], "g", ((96, 64),))
+    rig = new_rig([[2]], "g", ((96, 64),))
     source, page = rig.hierarchy.new_page(0, 35), rig.hierarchy.new_page(0, 35)
     rig.hierarchy.adopt(page, FakeBlock(), 1)
     rig.hierarchy.unlock(page, NULL_POINT)
@@ -140,5 +137,3 @@ def test_an_overwriting_copy_refused_for_its_second_pool_leaves_its_slot_busy() 
     assert not rig.timeline.done(rig.hierarchy.new_page(0, 35).ready)
     gate.open()
     rig.driver.synchronize()
-    rig.check()
-    rig.close()

@@ -12,7 +12,7 @@ import pytest
 
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.storage.cell import MOST_JUST_HELD
-from tests.storage.helpers import Rig
+from tests.support.storage_rig import StorageRig
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="calls are counted with the interpreter's profiler")
 
@@ -37,19 +37,19 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-def held_in_front(rig: Rig, count: int) -> None:
+def held_in_front(rig: StorageRig, count: int) -> None:
     """Pages held by suspended requests, older than any other."""
     for _ in range(count):
         rig.held()
 
 
-def held_later(rig: Rig, count: int) -> None:
+def held_later(rig: StorageRig, count: int) -> None:
     """Cached pages that were matched, and are held by requests that have not run."""
     for page in [rig.cached() for _ in range(count)]:
         rig.hierarchy.hold(page)
 
 
-def in_flight(rig: Rig, count: int) -> None:
+def in_flight(rig: StorageRig, count: int) -> None:
     """Pages on their way from a disk that does not answer."""
     pages = [rig.held() for _ in range(count)]
     assert rig.hierarchy.acquire([count + 8], []) is None
@@ -59,9 +59,9 @@ def in_flight(rig: Rig, count: int) -> None:
     assert rig.hierarchy.acquire([0], pages) is None
 
 
-def cost(stay: Callable[[Rig, int], None], count: int, directory: Path) -> int:
+def cost(stay: Callable[[StorageRig, int], None], count: int, directory: Path) -> int:
     """Calls to make room for one page beside so many that must stay, where no level below takes any, the second time."""
-    rig = Rig([[count + 8], [count if stay is in_flight else 0]], "gd", ((64,),), path=str(directory))
+    rig = StorageRig([[count + 8], [count if stay is in_flight else 0]], "gd", ((64,),), path=str(directory))
     stay(rig, count)
     cached = [rig.cached() for _ in range(8)]
     assert rig.counts(0)[0] == 0
@@ -72,7 +72,7 @@ def cost(stay: Callable[[Rig, int], None], count: int, directory: Path) -> int:
 
 
 @pytest.mark.parametrize("stay", [held_in_front, held_later, in_flight])
-def test_pages_that_must_stay_cost_nothing(stay: Callable[[Rig, int], None], tmp_path: Path) -> None:
+def test_pages_that_must_stay_cost_nothing(stay: Callable[[StorageRig, int], None], tmp_path: Path) -> None:
     assert cost(stay, 400, tmp_path) == cost(stay, 20, tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_what_was_just_held_costs_a_bounded_sum_once(tmp_path: Path) -> None:
     """Pages of a match that has not been resumed are passed over one by one at first, but never more than the bound."""
     found: list[int] = []
     for count in (4 * MOST_JUST_HELD, 8 * MOST_JUST_HELD):
-        rig = Rig([[count + 8], [0]], "gd", ((64,),), path=str(tmp_path))
+        rig = StorageRig([[count + 8], [0]], "gd", ((64,),), path=str(tmp_path))
         held_later(rig, count)
         for _ in range(8):
             rig.cached()

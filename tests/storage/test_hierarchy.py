@@ -7,19 +7,14 @@ import pytest
 from kv_cache_manager_v2.errors import LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, PageStatus
 from kv_cache_manager_v2.storage.page import Page
-from tests.storage.helpers import FakeBlock, Rig
-
-
-def make(rigs: list[Rig], *args: object, **kwargs: object) -> Rig:
-    rig = Rig(*args, **kwargs)  # type: ignore[arg-type]
-    rigs.append(rig)
-    return rig
+from tests.storage.conftest import NewRig
+from tests.support.storage_rig import FakeBlock
 
 
 class TestOnePage:
-    def test_private_page_is_freed_with_its_last_lock(self, rigs: list[Rig]) -> None:
+    def test_private_page_is_freed_with_its_last_lock(self, new_rig: NewRig) -> None:
         """An uncommitted page without locks and holds is freed at once; it joins no queue."""
-        rig = make(rigs, [[2]], "g")
+        rig = new_rig([[2]], "g")
         page = rig.new()
         assert page.status() == PageStatus.LOCKED
         assert rig.counts(0) == (1, 0, 1)
@@ -27,32 +22,32 @@ class TestOnePage:
         assert not page.alive()
         assert rig.counts(0) == (2, 0, 0)
 
-    def test_cached_page_is_queued_after_its_last_lock(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[2]], "g")
+    def test_cached_page_is_queued_after_its_last_lock(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2]], "g")
         page = rig.cached()
         assert page.status() == PageStatus.DROPPABLE
         assert page.queued
         assert rig.counts(0) == (1, 1, 0)
 
-    def test_hold_keeps_the_place_in_the_queue(self, rigs: list[Rig]) -> None:
+    def test_hold_keeps_the_place_in_the_queue(self, new_rig: NewRig) -> None:
         """Recency is when the page became evictable; holding and releasing it does not change that."""
-        rig = make(rigs, [[3], [3]])
+        rig = new_rig([[3], [3]])
         pages = [rig.cached(i) for i in range(3)]
         rig.hierarchy.hold(pages[0])
         assert rig.order(0) == pages
         rig.hierarchy.release(pages[0])
         assert rig.order(0) == pages
 
-    def test_lock_leaves_the_queue_and_unlock_joins_at_the_young_end(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[3], [3]])
+    def test_lock_leaves_the_queue_and_unlock_joins_at_the_young_end(self, new_rig: NewRig) -> None:
+        rig = new_rig([[3], [3]])
         pages = [rig.cached(i) for i in range(3)]
         rig.hierarchy.lock(pages[0])
         assert rig.order(0) == pages[1:]
         rig.hierarchy.unlock(pages[0], NULL_POINT)
         assert rig.order(0) == [pages[1], pages[2], pages[0]]
 
-    def test_held_page_of_the_last_level_is_in_no_queue(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[2]], "g")
+    def test_held_page_of_the_last_level_is_in_no_queue(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2]], "g")
         page = rig.cached()
         rig.hierarchy.hold(page)
         assert not page.queued
@@ -60,8 +55,8 @@ class TestOnePage:
         rig.hierarchy.release(page)
         assert page.queued
 
-    def test_lock_needs_the_gpu(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[1], [1]])
+    def test_lock_needs_the_gpu(self, new_rig: NewRig) -> None:
+        rig = new_rig([[1], [1]])
         page = rig.held(1)
         rig.new(2)
         assert page.level == 1
@@ -71,14 +66,14 @@ class TestOnePage:
             rig.hierarchy.lock(page)
         assert page.holds == 1
 
-    def test_new_page_without_room_raises(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[1]], "g")
+    def test_new_page_without_room_raises(self, new_rig: NewRig) -> None:
+        rig = new_rig([[1]], "g")
         rig.new()
         with pytest.raises(OutOfPagesError):
             rig.hierarchy.new_page(0, 35)
 
-    def test_unlisted_page_is_freed_after_its_last_hold(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[3], [3]])
+    def test_unlisted_page_is_freed_after_its_last_hold(self, new_rig: NewRig) -> None:
+        rig = new_rig([[3], [3]])
         cached, held = rig.cached(), rig.cached()
         rig.hierarchy.hold(held)
         rig.hierarchy.unlist(cached)
@@ -89,8 +84,8 @@ class TestOnePage:
         assert not held.alive()
         assert rig.counts(0) == (3, 0, 0)
 
-    def test_discard_counts_a_drop_and_ignores_what_is_gone_or_needed(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[3], [3]])
+    def test_discard_counts_a_drop_and_ignores_what_is_gone_or_needed(self, new_rig: NewRig) -> None:
+        rig = new_rig([[3], [3]])
         cached, locked = rig.cached(), rig.new()
         rig.hierarchy.drop(cached)
         rig.hierarchy.drop(cached)
@@ -101,9 +96,9 @@ class TestOnePage:
 
 
 class TestMakingRoom:
-    def test_victims_go_down_in_order_and_the_coldest_are_dropped(self, rigs: list[Rig]) -> None:
+    def test_victims_go_down_in_order_and_the_coldest_are_dropped(self, new_rig: NewRig) -> None:
         """With both tiers full, one new page costs one GPU page its level and one host page its life."""
-        rig = make(rigs, [[4], [4]])
+        rig = new_rig([[4], [4]])
         blocks = [FakeBlock(f"{i}") for i in range(8)]
         pages = [rig.cached(i, owner=blocks[i]) for i in range(8)]
         assert [page.level for page in pages] == [1] * 4 + [0] * 4
@@ -117,9 +112,9 @@ class TestMakingRoom:
         for i in range(1, 8):
             rig.expect(pages[i], i)
 
-    def test_shortage_changes_nothing(self, rigs: list[Rig]) -> None:
+    def test_shortage_changes_nothing(self, new_rig: NewRig) -> None:
         """Held pages cannot be dropped: what does not fit below is refused, and the queues are as before."""
-        rig = make(rigs, [[4], [2]])
+        rig = new_rig([[4], [2]])
         pages = [rig.held(i) for i in range(4)]
         before = rig.order(0)
         shortage = rig.hierarchy.acquire([3], [])
@@ -130,16 +125,16 @@ class TestMakingRoom:
         assert rig.hierarchy.acquire([2], []) is None
         assert [page.level for page in pages] == [1, 1, 0, 0]
 
-    def test_permanent_shortage(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[4], [2]])
+    def test_permanent_shortage(self, new_rig: NewRig) -> None:
+        rig = new_rig([[4], [2]])
         shortage = rig.hierarchy.acquire([5], [])
         assert shortage is not None
         assert shortage.permanent
         assert shortage.missing == 1
 
-    def test_no_lower_tier(self, rigs: list[Rig]) -> None:
+    def test_no_lower_tier(self, new_rig: NewRig) -> None:
         """With one tier held pages stay; cached ones make room."""
-        rig = make(rigs, [[4]], "g")
+        rig = new_rig([[4]], "g")
         held = [rig.held(i) for i in range(2)]
         shortage = rig.hierarchy.acquire([4], [])
         assert shortage is not None
@@ -148,9 +143,9 @@ class TestMakingRoom:
         for i, page in enumerate(held):
             rig.expect(page, i)
 
-    def test_droppable_page_goes_where_held_ones_have_no_room(self, rigs: list[Rig]) -> None:
+    def test_droppable_page_goes_where_held_ones_have_no_room(self, new_rig: NewRig) -> None:
         """An older held page is passed over when no colder level can take it, rather than fail while a cached one is there."""
-        rig = make(rigs, [[2], [1]])
+        rig = new_rig([[2], [1]])
         below = rig.held(0)
         held = rig.held(1)
         cached = rig.cached(2)
@@ -159,9 +154,9 @@ class TestMakingRoom:
         assert not cached.alive()
         rig.expect(held, 1)
 
-    def test_loading_does_not_evict_what_is_loaded(self, rigs: list[Rig]) -> None:
+    def test_loading_does_not_evict_what_is_loaded(self, new_rig: NewRig) -> None:
         """Both tiers full: the pages change places, and none is lost."""
-        rig = make(rigs, [[4], [4]])
+        rig = new_rig([[4], [4]])
         cold = [rig.cached(i) for i in range(4)]
         warm = [rig.cached(i) for i in range(4, 8)]
         for page in cold:
@@ -174,24 +169,24 @@ class TestMakingRoom:
         for page in cold:
             rig.hierarchy.lock_held(page)
 
-    def test_priority_before_recency(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[2]], "g")
+    def test_priority_before_recency(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2]], "g")
         valued = rig.cached(priority=90)
         cheap = rig.cached(priority=10)
         rig.new()
         assert valued.alive()
         assert not cheap.alive()
 
-    def test_keep_is_no_victim(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[2]], "g")
+    def test_keep_is_no_victim(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2]], "g")
         old, young = rig.cached(), rig.cached()
         assert rig.hierarchy.acquire([1], [], [old]) is None
         assert old.alive()
         assert not young.alive()
 
-    def test_owner_may_give_back_more_while_it_is_told(self, rigs: list[Rig]) -> None:
+    def test_owner_may_give_back_more_while_it_is_told(self, new_rig: NewRig) -> None:
         """Dropping a block's page ends its descendants: their pages are dropped from within the call."""
-        rig = make(rigs, [[2], [2]])
+        rig = new_rig([[2], [2]])
         parent = FakeBlock("parent")
         pages = [rig.cached(0, owner=parent), *[rig.cached(i) for i in range(1, 4)]]
 
@@ -207,8 +202,8 @@ class TestMakingRoom:
         assert rig.hierarchy.free(0, 0) >= 1
         rig.expect(pages[3], 3)
 
-    def test_prefetch_moves_up_refreshes_and_leaves_warmer_ones(self, rigs: list[Rig], tmp_path: object) -> None:
-        rig = make(rigs, [[2], [3], [4]], "ghd", path=str(tmp_path))
+    def test_prefetch_moves_up_refreshes_and_leaves_warmer_ones(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2], [3], [4]], "ghd")
         pages = [rig.held(i) for i in range(6)]
         assert [page.level for page in pages] == [2, 1, 1, 1, 0, 0]
         assert rig.hierarchy.prefetch([pages[0], pages[1], pages[5]], 1) is None
@@ -222,9 +217,9 @@ class TestMakingRoom:
 
 
 class TestTakeOverAndCopies:
-    def test_take_over(self, rigs: list[Rig]) -> None:
+    def test_take_over(self, new_rig: NewRig) -> None:
         """The colder identical page gets our slot and lock, and gives its own back."""
-        rig = make(rigs, [[1], [1]])
+        rig = new_rig([[1], [1]])
         block = FakeBlock("cold")
         cold = rig.cached(7, owner=block)
         ours = rig.new(7)
@@ -239,10 +234,8 @@ class TestTakeOverAndCopies:
         assert cold.queued
 
     @pytest.mark.parametrize(("slots", "tiers"), [([[3]], "g"), ([[2], [1]], "gh"), ([[2], [1]], "gd"), ([[2], [0], [1]], "ghd")])
-    def test_try_copy_takes_the_nearest_free_slot(
-        self, rigs: list[Rig], slots: list[list[int]], tiers: str, tmp_path: object
-    ) -> None:
-        rig = make(rigs, slots, tiers, path=str(tmp_path))
+    def test_try_copy_takes_the_nearest_free_slot(self, new_rig: NewRig, slots: list[list[int]], tiers: str) -> None:
+        rig = new_rig(slots, tiers)
         source = rig.new(5)
         if len(slots) > 1:
             rig.new()
@@ -254,8 +247,8 @@ class TestTakeOverAndCopies:
         rig.expect(copy, 5)
         rig.expect(source, 5)
 
-    def test_try_copy_drops_the_oldest_cached_page_but_no_held_one(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[3]], "g")
+    def test_try_copy_drops_the_oldest_cached_page_but_no_held_one(self, new_rig: NewRig) -> None:
+        rig = new_rig([[3]], "g")
         live = rig.new(1)
         old, young = rig.cached(2), rig.cached(3)
         copy = rig.hierarchy.try_copy(live, 35, rig.stream)
@@ -267,8 +260,8 @@ class TestTakeOverAndCopies:
         assert rig.hierarchy.try_copy(live, 35, rig.stream) is None
         rig.hierarchy.release(copy)
 
-    def test_copy_into(self, rigs: list[Rig]) -> None:
-        rig = make(rigs, [[2]], "g", slot_sizes=((96, 40),))
+    def test_copy_into(self, new_rig: NewRig) -> None:
+        rig = new_rig([[2]], "g", slot_sizes=((96, 40),))
         source, destination = rig.new(1), rig.new(2)
         rig.hierarchy.copy_into(source, destination, rig.stream)
         rig.expect(destination, 1)

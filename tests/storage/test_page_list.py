@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_cache_manager_v2.ids import NULL_POINT, SlotId
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.page_list import INDEX_SPACING, NEAR, PageList, PageQueue
-from tests.storage.helpers import make_cell
+from tests.support.storage_rig import make_cell
 
 CELL = make_cell()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from kv_cache_manager_v2 import (
@@ -15,16 +13,10 @@ from kv_cache_manager_v2 import (
 )
 from kv_cache_manager_v2.storage.tiers import spare_host_bytes
 from tests.request.test_single_request import alternating
-from tests.storage.helpers import resize_quota
 from tests.support import inside
 from tests.support.models import KIB, MIB, attention, model
 from tests.support.rig import DISK, GPU, HOST, Rig, toks
-
-
-def on_level(rig: Rig, level: int) -> int:
-    """Slots in use on a level."""
-    counts = rig.counts(level)
-    return counts.total - counts.free
+from tests.support.storage_rig import resize_quota
 
 
 def test_quotas_shrink_and_grow_under_suspended_requests(tmp_path: object) -> None:
@@ -164,18 +156,3 @@ def test_a_quota_below_the_minimum_changes_nothing() -> None:
         assert result is not None
         assert "minimum" in result.reason
         assert rig.manager.get_quota(GPU) == 16 * MIB
-
-
-INVALID = [
-    ("rebalance_min_sampled_kv_caches", -1),
-    ("rebalance_cooldown_secs", -1.0),
-    ("rebalance_cooldown_secs", math.inf),
-    ("rebalance_target_ratio_update_interval", 0),
-    ("rebalance_ratio_threshold", 1.0),
-    ("rebalance_ratio_threshold", math.inf),
-    ("rebalance_moving_average_decay", 0.0),
-    ("rebalance_moving_average_decay", 1.0),
-    ("rebalance_cooldown_secs", math.nan),
-    ("rebalance_ratio_threshold", math.nan),
-    ("rebalance_moving_average_decay", math.nan),
-]

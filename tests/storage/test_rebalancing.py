@@ -136,22 +136,3 @@ def test_an_adjustment_that_does_not_fit_is_an_error() -> None:
         rig.manager.adjust()
         assert rig.manager.last_adjustment
         assert totals(rig) != before
-
-
-def test_equal_histories_give_equal_decisions() -> None:
-    """Two ranks that saw the same requests agree on when and how."""
-    results = []
-    for _rank in range(2):
-        rig, clock = rebalanced(two_windows())
-        with rig:
-            decisions = []
-            for length in (64, 100, 3000, 40, 700):
-                serve(rig, 7, length)
-                clock.now += 61
-                decisions.append(due(rig))
-                if decisions[-1]:
-                    rig.manager.adjust()
-                decisions.append(totals(rig) == totals(rig))
-                decisions += [count > 0 for count in totals(rig)]
-            results.append((decisions, totals(rig)))
-    assert results[0] == results[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kv_cache_manager_v2.errors import KVCacheError
@@ -12,27 +10,27 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import MOST_ATTEMPTS, LevelResize, ResizeResult
 from kv_cache_manager_v2.storage.resizing import LevelsResize
-from tests.storage.helpers import Rig, resize_level, resize_levels, wait_between
+from tests.storage.conftest import NewRig
+from tests.support.storage_rig import StorageRig, resize_level, resize_levels, wait_between
 
 
-def sizing_of(rig: Rig, level: int, slots: list[int]) -> LevelSizing:
+def sizing_of(rig: StorageRig, level: int, slots: list[int]) -> LevelSizing:
     old = rig.hierarchy.sizings[level]
     sizing = LevelSizing(old.tier, old.asked, old.quota, old.granularity)
     sizing.slots = slots
     return sizing
 
 
-def resize(rig: Rig, level: int, slots: list[int]) -> ResizeResult:
+def resize(rig: StorageRig, level: int, slots: list[int]) -> ResizeResult:
     result = resize_level(rig.hierarchy, level, sizing_of(rig, level, slots))
     rig.check()
     return result
 
 
 @pytest.mark.parametrize(("tiers", "level"), [("gh", 0), ("gh", 1), ("gd", 1)])
-def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(rigs: list[Rig], tiers: str, level: int, tmp_path: Path) -> None:
+def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(new_rig: NewRig, tiers: str, level: int) -> None:
     """Pages in slots that are cut move to free ones; that does not make them younger."""
-    rig = Rig([[8], [8]], tiers, path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[8], [8]], tiers)
     pages = [rig.cached(i) for i in range(8)]
     if level == 1:
         pages = pages + [rig.cached(i) for i in range(8, 16)]
@@ -51,9 +49,8 @@ def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(rigs: list[Rig], tie
             rig.expect(page, i)
 
 
-def test_shrink_without_slots_above_moves_nothing(rigs: list[Rig]) -> None:
-    rig = Rig([[8], [8]])
-    rigs.append(rig)
+def test_shrink_without_slots_above_moves_nothing(new_rig: NewRig) -> None:
+    rig = new_rig([[8], [8]])
     page = rig.cached(1)
     result = resize(rig, 0, [3])
     assert result
@@ -61,9 +58,8 @@ def test_shrink_without_slots_above_moves_nothing(rigs: list[Rig]) -> None:
     rig.expect(page, 1)
 
 
-def test_held_pages_of_the_last_level_survive(rigs: list[Rig]) -> None:
-    rig = Rig([[2], [6]])
-    rigs.append(rig)
+def test_held_pages_of_the_last_level_survive(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [6]])
     held = [rig.held(i) for i in range(3)]
     cached = [rig.cached(i) for i in range(3, 8)]
     for _ in range(2):
@@ -78,9 +74,8 @@ def test_held_pages_of_the_last_level_survive(rigs: list[Rig]) -> None:
         rig.expect(page, i)
 
 
-def test_refused_when_held_pages_do_not_fit(rigs: list[Rig]) -> None:
-    rig = Rig([[2], [4]])
-    rigs.append(rig)
+def test_refused_when_held_pages_do_not_fit(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [4]])
     held = [rig.held(i) for i in range(6)]
     for level, slots, missing in ((1, 1, 3), (0, 1, 1)):
         before = rig.order(level)
@@ -94,9 +89,8 @@ def test_refused_when_held_pages_do_not_fit(rigs: list[Rig]) -> None:
         rig.expect(page, i)
 
 
-def test_refused_while_a_slot_to_be_cut_is_locked(rigs: list[Rig]) -> None:
-    rig = Rig([[4], [4]])
-    rigs.append(rig)
+def test_refused_while_a_slot_to_be_cut_is_locked(new_rig: NewRig) -> None:
+    rig = new_rig([[4], [4]])
     pages = [rig.new(i) for i in range(3)]
     result = resize(rig, 0, [2])
     assert not result
@@ -105,10 +99,9 @@ def test_refused_while_a_slot_to_be_cut_is_locked(rigs: list[Rig]) -> None:
     rig.expect(pages[2], 2)
 
 
-def test_grow_one_group_with_what_the_other_gives(rigs: list[Rig]) -> None:
+def test_grow_one_group_with_what_the_other_gives(new_rig: NewRig) -> None:
     """Base addresses on the GPU stay where they are."""
-    rig = Rig([[6, 2], [6, 2]], slot_sizes=((96,), (64, 40)))
-    rigs.append(rig)
+    rig = new_rig([[6, 2], [6, 2]], slot_sizes=((96,), (64, 40)))
     bases = [rig.hierarchy.base_address(0, group, pool) for group, pool in ((0, 0), (1, 0), (1, 1))]
     first = [rig.cached(i) for i in range(6)]
     second = [rig.cached(i, life_cycle=1) for i in range(10, 12)]
@@ -123,9 +116,8 @@ def test_grow_one_group_with_what_the_other_gives(rigs: list[Rig]) -> None:
         rig.expect(page, i)
 
 
-def test_to_zero_and_back(rigs: list[Rig]) -> None:
-    rig = Rig([[2], [4]])
-    rigs.append(rig)
+def test_to_zero_and_back(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [4]])
     pages = [rig.cached(i) for i in range(6)]
     assert resize(rig, 1, [0])
     assert [page.alive() for page in pages] == [False] * 4 + [True] * 2
@@ -136,9 +128,8 @@ def test_to_zero_and_back(rigs: list[Rig]) -> None:
 
 
 @pytest.mark.parametrize(("call", "nth"), [("map_chunk", 1), ("set_access", 1), ("create_chunk", 1), ("copy_batch", 1)])
-def test_device_failure_restores_every_size(rigs: list[Rig], call: str, nth: int) -> None:
-    rig = Rig([[60000, 2], [4, 4]], slot_sizes=((96,), (4096,)))
-    rigs.append(rig)
+def test_device_failure_restores_every_size(new_rig: NewRig, call: str, nth: int) -> None:
+    rig = new_rig([[60000, 2], [4, 4]], slot_sizes=((96,), (4096,)))
     low = rig.new(1)
     high: list[Page] = []
     for _ in range(3):
@@ -157,10 +148,9 @@ def test_device_failure_restores_every_size(rigs: list[Rig], call: str, nth: int
     rig.expect(page, 2)
 
 
-def test_all_levels_or_none(rigs: list[Rig]) -> None:
+def test_all_levels_or_none(new_rig: NewRig) -> None:
     """The GPU cannot give up its held pages, so the host level is not touched either."""
-    rig = Rig([[4], [4]])
-    rigs.append(rig)
+    rig = new_rig([[4], [4]])
     for i in range(8):
         rig.held(i)
     results = resize_levels(rig.hierarchy, [sizing_of(rig, 0, [2]), sizing_of(rig, 1, [5])])
@@ -170,10 +160,9 @@ def test_all_levels_or_none(rigs: list[Rig]) -> None:
     assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [4, 4]
 
 
-def test_refused_levels_keep_their_pages(rigs: list[Rig]) -> None:
+def test_refused_levels_keep_their_pages(new_rig: NewRig) -> None:
     """Two host pages would have had to go for a host level of 2; the GPU is then refused, so they stay, in their order."""
-    rig = Rig([[4], [4]])
-    rigs.append(rig)
+    rig = new_rig([[4], [4]])
     cached = [rig.cached(i) for i in range(4)]
     held = [rig.held(i) for i in range(4, 8)]
     order = rig.order(1)
@@ -188,11 +177,10 @@ def test_refused_levels_keep_their_pages(rigs: list[Rig]) -> None:
         rig.expect(page, i)
 
 
-def test_work_in_flight_is_waited_for(rigs: list[Rig]) -> None:
+def test_work_in_flight_is_waited_for(new_rig: NewRig) -> None:
     """Under any interleaving the bytes of pages that are moved and memory that is cut are those that were written."""
     for seed in range(12):
-        rig = Rig([[6], [6]], schedule="random", seed=seed)
-        rigs.append(rig)
+        rig = new_rig([[6], [6]], schedule="random", seed=seed)
         pages = [rig.cached(i) for i in range(9)]
         assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [3]))
         assert resize_level(rig.hierarchy, 0, sizing_of(rig, 0, [4]))
@@ -202,11 +190,10 @@ def test_work_in_flight_is_waited_for(rigs: list[Rig]) -> None:
                 rig.expect(page, i)
 
 
-def test_memory_that_is_still_read_does_not_move(rigs: list[Rig]) -> None:
+def test_memory_that_is_still_read_does_not_move(new_rig: NewRig) -> None:
     """A page has just left the host for the GPU when the host level grows, to another address perhaps: the copy is waited for."""
     for seed in range(20):
-        rig = Rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
-        rigs.append(rig)
+        rig = new_rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
         pages = [rig.held(i) for i in range(4)]
         assert rig.hierarchy.acquire([4], []) is None
         assert rig.hierarchy.acquire([0], pages) is None
@@ -215,10 +202,9 @@ def test_memory_that_is_still_read_does_not_move(rigs: list[Rig]) -> None:
             rig.expect(page, i)
 
 
-def test_memory_that_is_still_written_does_not_move(rigs: list[Rig]) -> None:
+def test_memory_that_is_still_written_does_not_move(new_rig: NewRig) -> None:
     for seed in range(20):
-        rig = Rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
-        rigs.append(rig)
+        rig = new_rig([[4], [4]], slot_sizes=((1000,),), schedule="random", seed=seed)
         pages = [rig.held(i) for i in range(4)]
         assert rig.hierarchy.acquire([4], []) is None
         assert resize_level(rig.hierarchy, 1, sizing_of(rig, 1, [8000]))
@@ -226,10 +212,9 @@ def test_memory_that_is_still_written_does_not_move(rigs: list[Rig]) -> None:
             rig.expect(page, i)
 
 
-def test_a_level_that_is_always_in_use_is_refused_in_the_end(rigs: list[Rig]) -> None:
+def test_a_level_that_is_always_in_use_is_refused_in_the_end(new_rig: NewRig) -> None:
     """Work that never ends is waited for again and again by other calls' doing: a bound ends that, and nothing has changed."""
-    rig = Rig([[6], [6]])
-    rigs.append(rig)
+    rig = new_rig([[6], [6]])
     gate = rig.driver.gate(rig.stream)
     pages = [rig.cached(i) for i in range(6)]
     change = LevelResize(rig.hierarchy, 0, sizing_of(rig, 0, [3]))
@@ -250,10 +235,9 @@ def test_a_level_that_is_always_in_use_is_refused_in_the_end(rigs: list[Rig]) ->
         rig.expect(page, i)
 
 
-def test_slots_taken_while_a_resize_waits_are_evicted_again(rigs: list[Rig]) -> None:
+def test_slots_taken_while_a_resize_waits_are_evicted_again(new_rig: NewRig) -> None:
     """Another call uses a slot that was to be removed: its page moves too, with its bytes."""
-    rig = Rig([[6], [9]])
-    rigs.append(rig)
+    rig = new_rig([[6], [9]])
     gate = rig.driver.gate(rig.stream)
     pages = [rig.cached(i) for i in range(6)]
     change = LevelResize(rig.hierarchy, 0, sizing_of(rig, 0, [3]))
@@ -272,10 +256,9 @@ def test_slots_taken_while_a_resize_waits_are_evicted_again(rigs: list[Rig]) -> 
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
-def test_levels_that_are_done_get_their_old_size_after_an_exception(rigs: list[Rig], fails_at: int) -> None:
+def test_levels_that_are_done_get_their_old_size_after_an_exception(new_rig: NewRig, fails_at: int) -> None:
     """The device refuses memory for a warmer level, or for going back too: then the colder one keeps the new size."""
-    rig = Rig([[6], [6]], slot_sizes=((1 << 20,),))
-    rigs.append(rig)
+    rig = new_rig([[6], [6]], slot_sizes=((1 << 20,),))
     pages = [rig.cached(i) for i in range(8)]
     change = LevelsResize(rig.hierarchy, [sizing_of(rig, 0, [9]), sizing_of(rig, 1, [4])])
     rig.driver.fail("create_chunk", 1, None)
@@ -295,10 +278,9 @@ def test_levels_that_are_done_get_their_old_size_after_an_exception(rigs: list[R
             rig.expect(page, i)
 
 
-def test_a_level_that_another_call_resizes_meanwhile_is_left_to_it(rigs: list[Rig]) -> None:
+def test_a_level_that_another_call_resizes_meanwhile_is_left_to_it(new_rig: NewRig) -> None:
     """Resizing all levels is refused then; levels that are done get their old sizes."""
-    rig = Rig([[6], [6]])
-    rigs.append(rig)
+    rig = new_rig([[6], [6]])
     gate = rig.driver.gate(rig.stream)
     for i in range(6):
         rig.cached(i)

@@ -15,8 +15,8 @@ from kv_cache_manager_v2.errors import KVCacheError
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
-from tests.storage.helpers import GRAIN, FakeBlock, Rig, resize_level
 from tests.storage.model import Entry, Model
+from tests.support.storage_rig import GRAIN, FakeBlock, StorageRig, resize_level
 
 numbers = st.integers(0, 1 << 20)
 
@@ -26,7 +26,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig: Rig | None = None
+        self.rig: StorageRig | None = None
         self.directory = tempfile.TemporaryDirectory()
         self.values = 0
         self.faulty = False  # a file transfer may have been made to fail: bytes of pages marked as lost are not looked at
@@ -41,7 +41,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     def start(self, tiers: str, schedule: str, seed: int, counts: list[int], groups: int) -> None:
         slots = [[counts[2 * level + group] + (1 if level == 0 else 0) for group in range(groups)] for level in range(len(tiers))]
         sizes = [(24,), (9, 16)][:groups]
-        self.rig = Rig(slots, tiers, sizes, schedule, seed, self.directory.name)
+        self.rig = StorageRig(slots, tiers, sizes, schedule, seed, self.directory.name)
         self.model = Model(slots, [tier == "d" for tier in tiers])
         self.model.kept = self.kept_slots
         self.block = FakeBlock("tree")
@@ -52,7 +52,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         cell = hierarchy.cells[group][level]
         return len(cell.kept) + len(hierarchy.in_flight.kept_slots(cell))
 
-    def rig_(self) -> Rig:
+    def rig_(self) -> StorageRig:
         assert self.rig is not None
         return self.rig
 

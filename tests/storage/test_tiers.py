@@ -252,9 +252,6 @@ def test_any_number_of_bytes(tmp_path: object, size: int) -> None:
         first.check()
 
 
-CHUNK = 64 * KIB
-
-
 def test_pinning_refused(tmp_path: object) -> None:
     """A refused registration is a typed error that leaves nothing behind; without the host tier the rest works, a disk tier
     included."""

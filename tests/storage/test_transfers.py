@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from kv_cache_manager_v2.errors import CuError, HostRegistrationError
 from kv_cache_manager_v2.ids import NULL_POINT, CacheTier
 from kv_cache_manager_v2.layout.sizing import LevelSizing
-from kv_cache_manager_v2.storage.page import Page
-from tests.storage.helpers import FakeBlock, Rig, resize_level, settle_all
+from tests.storage.conftest import NewRig
+from tests.support.storage_rig import FakeBlock, StorageRig, resize_level, settle_all
 
 SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
 
@@ -26,12 +25,11 @@ SCHEDULES = [("eager", 0), *[("random", seed) for seed in range(8)]]
     ],
 )
 def test_bytes_survive_every_way_down_and_up(
-    rigs: list[Rig], sizes: tuple[tuple[int, ...], ...], schedule: str, seed: int, tiers: str, tmp_path: Path
+    new_rig: NewRig, sizes: tuple[tuple[int, ...], ...], schedule: str, seed: int, tiers: str
 ) -> None:
     """Any slot size, one byte included; one larger than a staging region passes in parts."""
     slots = [[2]] * len(tiers)
-    rig = Rig(slots, tiers, sizes, schedule, seed, str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig(slots, tiers, sizes, schedule, seed)
     pages = [rig.held(i) for i in range(2 * len(tiers))]
     settle_all(rig)
     rig.check()
@@ -56,10 +54,9 @@ def test_bytes_survive_every_way_down_and_up(
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(rigs: list[Rig], schedule: str, seed: int) -> None:
+def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(new_rig: NewRig, schedule: str, seed: int) -> None:
     count = 150
-    rig = Rig([[count], [count]], "gh", ((16,),), schedule, seed)
-    rigs.append(rig)
+    rig = new_rig([[count], [count]], "gh", ((16,),), schedule, seed)
     pages = [rig.held(i) for i in range(2 * count)]
     assert rig.hierarchy.acquire([0], pages[:count]) is None
     assert [page.level for page in pages] == [0] * count + [1] * count
@@ -69,10 +66,9 @@ def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(rigs: list[Rig
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES[:3])
-def test_more_file_reads_than_the_staging_area_holds(rigs: list[Rig], schedule: str, seed: int, tmp_path: Path) -> None:
+def test_more_file_reads_than_the_staging_area_holds(new_rig: NewRig, schedule: str, seed: int) -> None:
     """100 slots of over half a region each, through 64 regions."""
-    rig = Rig([[100], [100]], "gd", ((600_000,),), schedule, seed, str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[100], [100]], "gd", ((600_000,),), schedule, seed)
     pages = [rig.held(i) for i in range(100)]
     assert rig.hierarchy.acquire([100], []) is None
     assert rig.hierarchy.acquire([0], pages) is None
@@ -83,9 +79,8 @@ def test_more_file_reads_than_the_staging_area_holds(rigs: list[Rig], schedule: 
 
 @pytest.mark.parametrize("effect", ["error", "short"])
 @pytest.mark.parametrize("tiers", ["gd", "ghd"])
-def test_failed_read_loses_its_page_only(rigs: list[Rig], tiers: str, effect: str, tmp_path: Path) -> None:
-    rig = Rig([[4]] * len(tiers), tiers, path=str(tmp_path))
-    rigs.append(rig)
+def test_failed_read_loses_its_page_only(new_rig: NewRig, tiers: str, effect: str) -> None:
+    rig = new_rig([[4]] * len(tiers), tiers)
     blocks = [FakeBlock(f"{i}") for i in range(3)]
     pages = [rig.cached(i, owner=blocks[i]) for i in range(3)]
     for page in pages:
@@ -111,9 +106,8 @@ def test_failed_read_loses_its_page_only(rigs: list[Rig], tiers: str, effect: st
     assert rig.hierarchy.free(target, 0) == free + 1
 
 
-def test_failed_write_loses_a_cached_page_at_once(rigs: list[Rig], tmp_path: Path) -> None:
-    rig = Rig([[2], [4]], "gd", path=str(tmp_path))
-    rigs.append(rig)
+def test_failed_write_loses_a_cached_page_at_once(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [4]], "gd")
     block = FakeBlock("lost")
     page = rig.cached(1, owner=block)
     other = rig.cached(2)
@@ -126,10 +120,9 @@ def test_failed_write_loses_a_cached_page_at_once(rigs: list[Rig], tmp_path: Pat
     rig.expect(other, 2)
 
 
-def test_loss_is_noticed_after_the_page_has_moved_on(rigs: list[Rig], tmp_path: Path) -> None:
+def test_loss_is_noticed_after_the_page_has_moved_on(new_rig: NewRig) -> None:
     """Disk to host fails, and the page moves on to the GPU before the failure is noticed: it is lost all the same."""
-    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[1], [1], [1]], "ghd")
     page = rig.held(1)
     rig.cached(2)
     rig.cached(3)
@@ -146,10 +139,9 @@ def test_loss_is_noticed_after_the_page_has_moved_on(rigs: list[Rig], tmp_path: 
     rig.hierarchy.release(page)
 
 
-def test_a_late_write_loses_its_page_only(rigs: list[Rig], tmp_path: Path) -> None:
+def test_a_late_write_loses_its_page_only(new_rig: NewRig) -> None:
     """A write that timed out loses its page; its slot stays unusable until the write has really ended."""
-    rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
-    rigs.append(rig)
+    rig = new_rig([[2], [2]], "gd", transfer_timeout=20)
     block = FakeBlock("late")
     page = rig.cached(1, owner=block)
     gate = rig.driver.hang("write_file")
@@ -171,9 +163,8 @@ def test_a_late_write_loses_its_page_only(rigs: list[Rig], tmp_path: Path) -> No
         rig.expect(other, value)
 
 
-def test_late_read_keeps_its_staging_region(rigs: list[Rig], tmp_path: Path) -> None:
-    rig = Rig([[2], [2]], "gd", path=str(tmp_path), transfer_timeout=20)
-    rigs.append(rig)
+def test_late_read_keeps_its_staging_region(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [2]], "gd", transfer_timeout=20)
     page = rig.held(1)
     assert rig.hierarchy.acquire([2], []) is None
     settle_all(rig)
@@ -191,10 +182,9 @@ def test_late_read_keeps_its_staging_region(rigs: list[Rig], tmp_path: Path) -> 
     assert rig.hierarchy.ring.quarantined == 0
 
 
-def test_a_load_larger_than_the_ring_never_blocks_the_caller(rigs: list[Rig], tmp_path: Path) -> None:
+def test_a_load_larger_than_the_ring_never_blocks_the_caller(new_rig: NewRig) -> None:
     """100 MB through the 64 MiB ring while the first read hangs: the call returns, and all is right once the read has ended."""
-    rig = Rig([[100], [100]], "gd", ((1_000_000,),), path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[100], [100]], "gd", ((1_000_000,),))
     pages = [rig.held(i) for i in range(100)]
     assert rig.hierarchy.acquire([100], []) is None
     settle_all(rig)
@@ -207,10 +197,9 @@ def test_a_load_larger_than_the_ring_never_blocks_the_caller(rigs: list[Rig], tm
         rig.expect(pages[i], i)
 
 
-def test_a_read_that_ends_late_spoils_what_was_staged_behind_it_and_says_so(rigs: list[Rig], tmp_path: Path) -> None:
+def test_a_read_that_ends_late_spoils_what_was_staged_behind_it_and_says_so(new_rig: NewRig) -> None:
     """A read that timed out may still write to its part of the ring, through which a later page went: both are lost."""
-    rig = Rig([[100], [100]], "gd", ((1_000_000,),), path=str(tmp_path), transfer_timeout=20)
-    rigs.append(rig)
+    rig = new_rig([[100], [100]], "gd", ((1_000_000,),), transfer_timeout=20)
     pages = [rig.held(i) for i in range(100)]
     assert rig.hierarchy.acquire([100], []) is None
     settle_all(rig)
@@ -228,10 +217,9 @@ def test_a_read_that_ends_late_spoils_what_was_staged_behind_it_and_says_so(rigs
             rig.expect(page, i)
 
 
-def test_late_read_into_a_host_slot_keeps_the_slot(rigs: list[Rig], tmp_path: Path) -> None:
+def test_late_read_into_a_host_slot_keeps_the_slot(new_rig: NewRig) -> None:
     """The page that was being read is given up; its slot is free only after the read has ended."""
-    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path), transfer_timeout=20)
-    rigs.append(rig)
+    rig = new_rig([[1], [1], [1]], "ghd", transfer_timeout=20)
     page = rig.held(1)
     rig.cached(2)
     warm = rig.cached(3)
@@ -249,68 +237,16 @@ def test_late_read_into_a_host_slot_keeps_the_slot(rigs: list[Rig], tmp_path: Pa
     assert rig.counts(1) == (1, 0, 0)
 
 
-def test_busy_pages_are_waited_for_rather_than_refused(rigs: list[Rig], tmp_path: Path) -> None:
-    rig = Rig([[1], [1]], "gd", path=str(tmp_path), schedule="random", seed=3)
-    rigs.append(rig)
+def test_busy_pages_are_waited_for_rather_than_refused(new_rig: NewRig) -> None:
+    rig = new_rig([[1], [1]], "gd", schedule="random", seed=3)
     for value in range(6):
         page = rig.cached(value)
     rig.expect(page, 5)
 
 
-@pytest.mark.parametrize("call", ["copy_batch", "record_event", "create_stream"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
-@pytest.mark.parametrize(("tiers", "full"), [("gh", False), ("gh", True), ("ghh", True)])
-def test_device_failure_in_the_middle_leaves_pages_where_they_were(
-    rigs: list[Rig], call: str, nth: int, tiers: str, full: bool
-) -> None:
-    """Whatever fails, slots and queues agree, nothing is leaked, every page keeps its bytes, and the next try succeeds."""
-    rig = Rig([[3]] * len(tiers), tiers, ((96, 8),))
-    rigs.append(rig)
-    pages = [rig.held(i) for i in range(3 * len(tiers) if full else 4)]
-    cold = [page for page in pages if page.level > 0][:2]
-    before = [page.level for page in pages]
-    rig.driver.fail(call, nth)
-    failed = False
-    try:
-        assert rig.hierarchy.acquire([0 if full else 1], cold) is None
-    except CuError:
-        failed = True
-    rig.driver.heal()
-    rig.check()
-    for i, page in enumerate(pages):
-        assert page.alive()
-        rig.expect(page, i)
-    if failed and nth == 1:
-        assert [page.level for page in pages] == before
-    assert rig.hierarchy.acquire([0 if full else 1], cold) is None
-    rig.check()
-    for i, page in enumerate(pages):
-        rig.expect(page, i)
-
-
-def test_slot_is_handed_on_with_the_point_of_its_last_user(rigs: list[Rig]) -> None:
-    """A new owner's stream is behind the old owner's gate."""
-    rig = Rig([[1]], "g")
-    rigs.append(rig)
-    page = rig.new(1)
-    gate = rig.driver.gate(rig.stream)
-    rig.hierarchy.unlock(page, rig.timeline.record(rig.stream))
-    consumer = rig.driver.create_stream()
-    taken: Page = rig.new()
-    rig.timeline.wait(consumer, taken.ready)
-    point = rig.timeline.record(consumer)
-    assert not rig.timeline.done(point)
-    gate.open()
-    rig.driver.synchronize()
-    assert rig.timeline.done(point)
-    rig.timeline.forget(consumer)
-    rig.driver.destroy_stream(consumer)
-
-
-def test_copies_of_unconfirmed_bytes_are_lost_with_them(rigs: list[Rig], tmp_path: Path) -> None:
+def test_copies_of_unconfirmed_bytes_are_lost_with_them(new_rig: NewRig) -> None:
     """A page is copied while its read from disk is in flight; the read fails: both are lost, and no copy is made of either."""
-    rig = Rig([[4], [4]], "gd", path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[4], [4]], "gd")
     page = rig.held(1)
     assert rig.hierarchy.acquire([4], []) is None
     settle_all(rig)
@@ -334,9 +270,8 @@ def test_copies_of_unconfirmed_bytes_are_lost_with_them(rigs: list[Rig], tmp_pat
     assert rig.hierarchy.transfers_in_flight == 0
 
 
-def test_copies_of_confirmed_loads_are_confirmed_with_them(rigs: list[Rig], tmp_path: Path) -> None:
-    rig = Rig([[4], [4]], "gd", path=str(tmp_path))
-    rigs.append(rig)
+def test_copies_of_confirmed_loads_are_confirmed_with_them(new_rig: NewRig) -> None:
+    rig = new_rig([[4], [4]], "gd")
     page = rig.held(1)
     assert rig.hierarchy.acquire([4], []) is None
     settle_all(rig)
@@ -350,10 +285,9 @@ def test_copies_of_confirmed_loads_are_confirmed_with_them(rigs: list[Rig], tmp_
     rig.expect(private, 1)
 
 
-def test_exchange_beside_a_load_whose_slot_is_kept(rigs: list[Rig], tmp_path: Path) -> None:
+def test_exchange_beside_a_load_whose_slot_is_kept(new_rig: NewRig) -> None:
     """A page on disk whose write is still unconfirmed leaves no free slot behind when it is loaded; the exchange knows that."""
-    rig = Rig([[3], [2]], "gd", path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[3], [2]], "gd")
     first, second = rig.held(1), rig.held(2)
     rig.new(3)
     assert rig.hierarchy.acquire([1], []) is None
@@ -370,10 +304,9 @@ def test_exchange_beside_a_load_whose_slot_is_kept(rigs: list[Rig], tmp_path: Pa
 
 
 @pytest.mark.parametrize("tiers", ["gh", "gd"])
-def test_what_is_pushed_down_is_what_its_last_writer_wrote(rigs: list[Rig], tiers: str, tmp_path: Path) -> None:
+def test_what_is_pushed_down_is_what_its_last_writer_wrote(new_rig: NewRig, tiers: str) -> None:
     """The copy stands behind the engine's work on the page, however late that runs."""
-    rig = Rig([[1], [1]], tiers, path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[1], [1]], tiers)
     page = rig.new()
     gate = rig.driver.gate(rig.stream)
     rig.stamp(page, 7)
@@ -385,10 +318,9 @@ def test_what_is_pushed_down_is_what_its_last_writer_wrote(rigs: list[Rig], tier
     rig.expect(page, 7)
 
 
-def test_slot_of_a_source_is_not_overwritten_before_it_was_read(rigs: list[Rig]) -> None:
+def test_slot_of_a_source_is_not_overwritten_before_it_was_read(new_rig: NewRig) -> None:
     """Host to GPU behind a gate; meanwhile the host slot is given to another page, whose bytes arrive after the first were read."""
-    rig = Rig([[2], [1]])
-    rigs.append(rig)
+    rig = new_rig([[2], [1]])
     first = rig.held(1)
     second = rig.held(2)
     busy = rig.new()
@@ -405,40 +337,11 @@ def test_slot_of_a_source_is_not_overwritten_before_it_was_read(rigs: list[Rig])
     rig.expect(second, 2)
 
 
-@pytest.mark.parametrize("tiers", ["gd", "ghd"])
-@pytest.mark.parametrize("call", ["record_event", "copy_batch", "wait_event", "wait_gate", "create_event"])
-@pytest.mark.parametrize("nth", range(1, 9))
-def test_an_exchange_that_the_device_refuses_leaves_every_page_with_its_bytes(
-    rigs: list[Rig], nth: int, call: str, tiers: str, tmp_path: Path
-) -> None:
-    """The slots of the batch that failed are kept while its file transfers go on; a page in a swap slot waits for one of them.
-    Every page is on some level afterwards, with its bytes, and the exchange can be tried again."""
-    rig = Rig([[2]] * len(tiers), tiers, ((96, 40),), "random", nth, str(tmp_path))
-    rigs.append(rig)
-    pages = [rig.held(i) for i in range(2 * len(tiers))]
-    settle_all(rig)
-    rig.driver.fail(call, nth)
-    with suppress(CuError):
-        assert rig.hierarchy.acquire([0], pages[:2]) is None
-    rig.driver.heal()
-    rig.check()
-    settle_all(rig)
-    rig.check()
-    for i, page in enumerate(pages):
-        rig.expect(page, i)
-    assert rig.hierarchy.acquire([0], pages[:2]) is None
-    assert [page.level for page in pages[:2]] == [0, 0]
-    settle_all(rig)
-    for i, page in enumerate(pages):
-        rig.expect(page, i)
-
-
 @pytest.mark.parametrize("tiers", ["gh", "gd"])
-def test_a_page_in_a_swap_slot_waits_there_until_the_device_goes_on(rigs: list[Rig], tiers: str, tmp_path: Path) -> None:
+def test_a_page_in_a_swap_slot_waits_there_until_the_device_goes_on(new_rig: NewRig, tiers: str) -> None:
     """The device refuses every copy from the moment that a page is in a swap slot. It counts for the level that it goes to, keeps
     its bytes and its owner, and goes on when there is something to settle and the device does not refuse any more."""
-    rig = Rig([[1], [1]], tiers, path=str(tmp_path))
-    rigs.append(rig)
+    rig = new_rig([[1], [1]], tiers)
     blocks = [FakeBlock(f"{i}") for i in range(2)]
     pages = [rig.cached(i, owner=blocks[i]) for i in range(2)]
     for page in pages:
@@ -469,9 +372,8 @@ def test_a_page_in_a_swap_slot_waits_there_until_the_device_goes_on(rigs: list[R
         rig.expect(page, i)
 
 
-def test_a_page_in_a_swap_slot_moves_on_when_a_slot_is_free(rigs: list[Rig]) -> None:
-    rig = Rig([[1], [1]], "gh")
-    rigs.append(rig)
+def test_a_page_in_a_swap_slot_moves_on_when_a_slot_is_free(new_rig: NewRig) -> None:
+    rig = new_rig([[1], [1]], "gh")
     pages = [rig.held(i) for i in range(2)]
     rig.driver.fail("copy_batch", 2, None)
     with suppress(CuError):
@@ -489,11 +391,10 @@ def test_a_page_in_a_swap_slot_moves_on_when_a_slot_is_free(rigs: list[Rig]) -> 
     rig.expect(pages[1], 1)
 
 
-def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]) -> None:
+def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(new_rig: NewRig) -> None:
     """The device refuses to let the copy stream wait for the last user of the slot, which is not done yet: the next user of
     the slot waits for it."""
-    rig = Rig([[1], [2]], "gh")
-    rigs.append(rig)
+    rig = new_rig([[1], [2]], "gh")
     below = rig.held(2)
     page = rig.new()
     assert below.level == 1
@@ -512,7 +413,7 @@ def test_a_slot_of_a_refused_batch_still_waits_for_its_last_user(rigs: list[Rig]
     rig.expect(below, 2)
 
 
-def shrink_refused(rig: Rig, times: int | None) -> None:
+def shrink_refused(rig: StorageRig, times: int | None) -> None:
     """The host level is to shrink from 64 to 32 slots, and the device refuses to register memory again so often."""
     sizing = LevelSizing(CacheTier.HOST_MEM, 64 << 20, 64 << 20, 4096)
     sizing.slots = [32]
@@ -523,9 +424,9 @@ def shrink_refused(rig: Rig, times: int | None) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_host_memory_that_is_registered_again_at_a_later_try_has_its_bytes(times: int) -> None:
+def test_host_memory_that_is_registered_again_at_a_later_try_has_its_bytes(new_rig: NewRig, times: int) -> None:
     """A shrink is refused, and at first so is the way back."""
-    rig = Rig([[1], [64]], "gh", ((4096,),))
+    rig = new_rig([[1], [64]], "gh", ((4096,),))
     page = rig.held(1)
     other = rig.held(2)
     assert (page.level, other.level) == (1, 0)
@@ -534,13 +435,12 @@ def test_host_memory_that_is_registered_again_at_a_later_try_has_its_bytes(times
     assert (page.lost, other.lost) == (False, False)
     rig.expect(page, 1)
     rig.expect(other, 2)
-    rig.close()
 
 
-def test_a_host_level_whose_memory_cannot_be_had_again_shrinks_and_its_pages_are_lost() -> None:
+def test_a_host_level_whose_memory_cannot_be_had_again_shrinks_and_its_pages_are_lost(new_rig: NewRig) -> None:
     """The level has as many slots as have memory and says so; a lost page stays with its holder, and its slot vanishes with it.
     The level can grow again."""
-    rig = Rig([[2], [64]], "gh", ((4096,),))
+    rig = new_rig([[2], [64]], "gh", ((4096,),))
     block = FakeBlock("cached")
     held = rig.held(1)
     rig.cached(2, owner=block)
@@ -567,13 +467,11 @@ def test_a_host_level_whose_memory_cannot_be_had_again_shrinks_and_its_pages_are
     for i, page in enumerate(others, start=3):
         rig.expect(page, i)
     assert rig.counts(1) == (63, 0, 1)
-    rig.close()
 
 
-def test_a_shortage_says_that_transfers_in_flight_keep_slots(rigs: list[Rig], tmp_path: Path) -> None:
+def test_a_shortage_says_that_transfers_in_flight_keep_slots(new_rig: NewRig) -> None:
     """What is being read or written cannot be evicted yet; the same call succeeds once the transfer has ended."""
-    rig = Rig([[1], [1], [1]], "ghd", path=str(tmp_path), schedule="random")
-    rigs.append(rig)
+    rig = new_rig([[1], [1], [1]], "ghd", schedule="random")
     page = rig.held(1)
     rig.cached(2)
     warm = rig.held(3)

@@ -26,7 +26,7 @@ from kv_cache_manager_v2 import (
     Stream,
     Tokens,
 )
-from tests.support.engine import FakeEngine, Token
+from tests.support.engine import Engine, Token
 from tests.support.inside import Counts, counts
 
 GPU = CacheLevel(0)
@@ -65,7 +65,7 @@ class Rig:
         self.driver = EmulatedDriver(schedule, seed)
         device = self.driver if wrap is None else wrap(self.driver)
         self.manager = KVCacheManager(config, events, driver=device, clock=clock)
-        self.engine = FakeEngine(self.manager, self.driver, config) if engine else None
+        self.engine = Engine(self.manager, self.driver, config) if engine else None
         self.streams: list[Stream] = []
         self.stream: Stream = self.new_stream()
         self.tokens_per_block = config.tokens_per_block

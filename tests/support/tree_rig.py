@@ -14,7 +14,7 @@ from kv_cache_manager_v2.reuse.tokens import pack
 from kv_cache_manager_v2.reuse.tree import BLOCK_COVERED, RadixTree
 from kv_cache_manager_v2.storage.page import Page, PageKeeper, PageOwner
 from tests.charter.toys import ChunkedLifeCycle
-from tests.storage.helpers import make_cell
+from tests.support.storage_rig import make_cell
 
 Token = int | bytes
 FULL = ("full", 0, 0)

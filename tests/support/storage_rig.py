@@ -79,7 +79,7 @@ def make_layout(
     return build_layout(config), config
 
 
-class Rig:
+class StorageRig:
     """A hierarchy on an emulated device. slots[level][group] gives its size; `tiers` is a letter per level: g, h, d."""
 
     def __init__(
@@ -197,7 +197,7 @@ def pattern(value: int, pool: int, size: int) -> bytes:
     return (unit * (size // len(unit) + 1))[:size]
 
 
-def settle_all(rig: Rig) -> None:
+def settle_all(rig: StorageRig) -> None:
     """Run all queued work, and let the hierarchy see that it is done."""
     rig.driver.synchronize()
     rig.hierarchy.settle()

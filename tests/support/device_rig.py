@@ -17,7 +17,7 @@ SCHEDULES = ("eager", "threads", "random")
 SLOT_BYTES = 512
 
 
-class Rig:
+class DeviceRig:
     """A driver, 16 slots on the device, 16 on the host, 16 on disk, and three streams."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Rig:
 @contextmanager
 def rig(
     schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4, stall_s: float = 10
-) -> Iterator[Rig]:
+) -> Iterator[DeviceRig]:
     """A rig that is closed, and hence checked for leaks, when the test has passed."""
-    made = Rig(schedule, seed, transfer_timeout, io_threads, stall_s)
+    made = DeviceRig(schedule, seed, transfer_timeout, io_threads, stall_s)
     yield made
     made.close()
 
