@@ -31,6 +31,7 @@ from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import fork as forking
 from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
+from kv_cache_manager_v2.request.publication import check_settled
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, CacheStatus, Request
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import Tokens, pack
@@ -47,7 +48,8 @@ class KVCache(PageIndexViews):
     """The KV cache of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
 
     It has three lengths, in tokens: committed <= history <= capacity. Committed tokens are final, and can be reused. History tokens
-    have no query in the next step. The capacity covers the history and all input of the next step.
+    have no query in the next step. The capacity covers the history and all input of the next step. Only `commit_ahead` commits
+    tokens after the history.
     """
 
     Status: ClassVar[type[CacheStatus]] = CacheStatus
@@ -285,13 +287,27 @@ class KVCache(PageIndexViews):
             given = renamed("tokens", "accepted_input_tokens", tokens)
         batch.commit(state, pack(given, state.text_only), beam_search_indices, flag(is_end, "is_end"))
 
+    def commit_ahead(self, input_tokens: Tokens) -> None:
+        """Commit tokens before their step is queued: as `commit`, but the history stays, and no page is exchanged or released.
+
+        Blocks that become full match at once, each as a whole only: nothing is copied from them. A block is computed once the
+        history covers it, by `resize` or `commit`: queue its step on the cache's stream before. Until then a cache that matched it
+        resumes on this stream only. `suspend()`, `close()` and a `resize` to fewer tokens take back what the history does not
+        cover: the blocks leave the tree, `num_committed_tokens` becomes the history, and caches that matched them can only be
+        closed. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, with several beams or `commit_min_snapshot`,
+        ConfigError for invalid tokens or tokens beyond the capacity.
+        """
+        state = self._state
+        batch.commit_ahead(state, pack(input_tokens, state.text_only))
+
     def stop_committing(self) -> None:
         """Make the committed part of the last block reusable. No token can be committed afterwards. Idempotent.
 
-        Raises LogicError once closed.
+        Raises LogicError once closed, and while tokens committed ahead are not computed.
         """
         with self._shared.lock, Call(self._shared, "stop_committing()"):
             self._require_open("stop_committing()")
+            check_settled(self._state, "stop_committing()")
             committing.stop_committing(self._state, False, NULL_POINT)
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 from kv_cache_manager_v2.request.batch_rows import BatchRows
 from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.request.publication import Publication
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page
@@ -60,6 +61,7 @@ def check_accounts(shared: ManagerState) -> None:
         for page in reservation.pages:
             locks[id(page)] = locks.get(id(page), 0) + 1
     _check_pins(shared)
+    _check_publications(shared)
     for page in pages.values():
         assert page.alive(), f"a request uses a page that has been dropped: {page.life_cycle=} {page.level=}"
     for page in shared.hierarchy.all_pages():
@@ -79,9 +81,27 @@ def _check_pins(shared: ManagerState) -> None:
         assert block.pins == pins.get(id(block), 0), (block.ordinal, block.pins, pins.get(id(block), 0))
 
 
+def _check_publications(shared: ManagerState) -> None:
+    """Assert that each uncomputed block belongs to one open request, after whose history it lies, and that users are registered."""
+    expected: dict[int, Publication] = {}
+    for request in shared.open.values():
+        publication = request.published
+        if publication is not None:
+            assert publication.first >= request.history // request.tokens_per_block or not publication.blocks
+            assert request.committed <= request.history or publication.stream == request.stream
+            for block in publication.blocks:
+                expected[id(block)] = publication
+        for used in request.counts_on:
+            assert request in used.users, "a request counts on a publication that does not know it"
+    assert {id(block) for block in shared.publications} == set(expected)
+    for block in shared.tree.all_blocks():
+        assert block.uncomputed == (id(block) in expected), "a block is uncomputed, and no open request computes it"
+
+
 def _check_state(request: Request) -> None:
     size = request.tokens_per_block
-    assert request.committed <= request.history <= request.capacity
+    assert request.history <= request.capacity
+    assert request.committed <= (request.history if request.published is None else request.capacity)
     assert request.num_blocks == -(-request.capacity // size)
     assert len(request.path) == request.committed // size
     assert count_tokens(request.tail.getvalue()) == request.committed % size, "the tail differs from the committed tokens"

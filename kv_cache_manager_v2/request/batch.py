@@ -16,6 +16,7 @@ from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import growth
 from kv_cache_manager_v2.request.beams import choose_beams
 from kv_cache_manager_v2.request.call import Call
+from kv_cache_manager_v2.request.publication import check_settled
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
 
@@ -43,6 +44,15 @@ def commit(request: Request, tokens: TokenSequence, beam_indices: object, is_end
     """`KVCache.commit`, if it changes more than the request's own state."""
     with request.shared.lock, Call(request.shared, "commit()"):
         _commit(request, tokens, beam_indices, is_end)
+
+
+def commit_ahead(request: Request, tokens: TokenSequence) -> None:
+    """`KVCache.commit_ahead`."""
+    with request.shared.lock, Call(request.shared, "commit_ahead()"):
+        request.require(ACTIVE, "commit_ahead()")
+        if tokens.num_tokens > 0:
+            committing.check_ahead(request, tokens.num_tokens)
+            committing.commit_ahead(request, tokens)
 
 
 def commit_token(request: Request, token: int) -> None:
@@ -79,6 +89,7 @@ def _commit(request: Request, tokens: TokenSequence, beam_indices: object, is_en
     elif request.status == CLOSED:
         raise LogicError("commit(): this cache is closed; create another one")
     if is_end:
+        check_settled(request, "commit(is_end=True)")
         committing.stop_committing(request, True, NULL_POINT)
 
 

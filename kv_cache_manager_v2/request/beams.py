@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.request import publication
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.recurrent_state import RecurrentState
 from kv_cache_manager_v2.request.request import ACTIVE, Request
@@ -37,6 +38,7 @@ def set_width(request: Request, width: int) -> None:
         raise LogicError("beam_width can change only while the cache is ACTIVE; resume() it first")
     if any(table.scratch for table in request.tables):
         raise LogicError("beam_width cannot change while scratch slots are in use; finish the prefill first")
+    publication.check_settled(request, "beam_width")
     if width > request.width:
         _widen(request, width)
     else:

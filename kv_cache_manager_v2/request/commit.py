@@ -12,11 +12,13 @@ from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.request import publication
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.growth import advance_history
+from kv_cache_manager_v2.request.publication import Publication
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.request.snapshot import Snapshot, existing_parent, insert_tail, may_publish, parent_of
-from kv_cache_manager_v2.reuse.block import Block, as_block
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
 from kv_cache_manager_v2.storage.page import Page
@@ -42,6 +44,8 @@ def commit_one(request: Request, token: int, point: Point) -> None:
     """Commit a single id for which `Request.takes_one` is true. `point` is the end of the request's work. The lock is held."""
     after = request.committed + 1
     history = max(request.history, after)
+    if request.published is not None:
+        publication.set_computed(request, history, point)
     ordinal = len(request.path)
     tail = request.tail
     word = i32(token)
@@ -78,8 +82,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
     first = len(request.path)
     full = after // size
     blocks = _block_data(request, tokens, full)
-    tail = request.tail.getvalue() if full == first else b""
-    tail += tokens.slice_bytes(max(full * size - request.committed, 0), tokens.num_tokens)
+    tail = _tail_data(request, tokens, full)
     point = NULL_POINT
     if full > first or history >= request.next_stale or request.scratch or is_end:
         point = request.shared.timeline.record(request.stream)
@@ -90,6 +93,8 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
     if snapshots:
         with snapshot:
             snapshot.copy(end, tail)
+    if request.published is not None:
+        publication.set_computed(request, history, point)
     _tell_names(request, tokens)
     _install_blocks(request, blocks, history, point, beams)
     if request.width > 1:
@@ -107,6 +112,67 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
         snapshot.install()
     if is_end:
         stop_committing(request, True, point)
+
+
+def check_ahead(request: Request, count: int) -> None:
+    """Raise unless `count` more tokens may be committed ahead now. Changes nothing."""
+    if request.shared.commit_min_snapshot:
+        raise LogicError("commit_ahead() with commit_min_snapshot: a snapshot is made of computed tokens only; use commit()")
+    if request.width > 1:
+        raise LogicError(
+            f"commit_ahead() at beam width {request.width}: the beam of a token is known once it is computed; use commit()"
+        )
+    check_commit(request, count)
+
+
+def commit_ahead(request: Request, tokens: TokenSequence) -> None:
+    """Commit tokens that are not computed yet, and add every block that they fill to the tree. The history stays.
+
+    The caller has called `check_ahead`. Adopts nothing. O(tokens + blocks x layer groups).
+    """
+    size = request.tokens_per_block
+    first = len(request.path)
+    after = request.committed + tokens.num_tokens
+    full = after // size
+    blocks = _block_data(request, tokens, full)
+    tail = _tail_data(request, tokens, full)
+    published = request.published
+    if published is None:
+        published = publication.Publication(request.stream, first)
+    point = NULL_POINT
+    if blocks and request.history >= published.next_end(size):
+        point = request.shared.timeline.record(request.stream)
+    _tell_names(request, tokens)
+    request.published = published
+    if blocks:
+        parent = parent_of(request)
+        for data in blocks:
+            parent = _install_ahead(request, published, parent, data)
+        _set_tip(request, parent)
+    if tokens.digests:
+        request.has_digests = True
+    request.tail.truncate(0)
+    request.tail.write(tail)
+    request.committed = after
+    publication.set_computed(request, request.history, point)
+    if request.published is not None:
+        request.next_stale = min(request.next_stale, published.next_end(size))
+    request.set_capacity(request.capacity)
+
+
+def _install_ahead(request: Request, published: Publication, parent: Block, data: bytes) -> Block:
+    """As `_install_block`, for a block that is not computed yet."""
+    tree = request.shared.tree
+    if not parent.attached:
+        request.path.append(tree.detached_block(len(request.path), data))
+        return parent
+    block, outcome = tree.insert(parent, data, request.tokens_per_block)
+    if outcome == BLOCK_NEW:
+        if request.loads is not None:
+            request.loads.add(tree, block)
+        publication.add(request, published, block)
+    request.path.append(block)
+    return block
 
 
 def _last_beam(request: Request, beams: list[int]) -> int:
@@ -134,6 +200,12 @@ def _block_data(request: Request, tokens: TokenSequence, full: int) -> list[byte
         blocks.append(pending + data if pending else data)
         pending = b""
     return blocks
+
+
+def _tail_data(request: Request, tokens: TokenSequence, full: int) -> bytes:
+    """The packed tokens after the first `full` blocks."""
+    tail = request.tail.getvalue() if full == len(request.path) else b""
+    return tail + tokens.slice_bytes(max(full * request.tokens_per_block - request.committed, 0), tokens.num_tokens)
 
 
 def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> Block | None:
@@ -227,18 +299,18 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
                 else:
                     more.append(page)
         elif not stale and block.num_pending_loads == 0:
-            _adopt(request, table, ordinal, page, present, point)
+            _adopt(request, table, block, page, present, point)
     if more is not None:
         shared.tree.install_all(block, more, size)
     elif given is not None:
         shared.tree.install(block, given, size)
 
 
-def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs: Page, point: Point) -> None:
+def _adopt(request: Request, table: BlockTable, block: Block, ours: Page, theirs: Page, point: Point) -> None:
     """Use the page of an identical block in place of the request's. A colder page takes over the GPU slot of the request's page.
 
     The stream already waits for the bytes of a page on the GPU. Without adoption such a page is not used, and the request's own
-    becomes a duplicate of it.
+    becomes a duplicate of it; nor is one that is not computed yet.
     """
     hierarchy = request.shared.hierarchy
     if theirs.level > 0:
@@ -246,10 +318,10 @@ def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs
             return  # not replaced: a fork shares it, or its bytes depend on a load in flight
         hierarchy.merge_ready(ours, point)
         hierarchy.take_over(theirs, ours)
-    elif not request.adopts:
+    elif not request.adopts or block.uncomputed:
         if request.loads is None:
             hierarchy.merge_ready(ours, point)
-            request.shared.tree.add_duplicate(as_block(theirs.owner), ours)
+            request.shared.tree.add_duplicate(block, ours)
         return
     else:
         hierarchy.lock(theirs)
@@ -258,7 +330,7 @@ def _adopt(request: Request, table: BlockTable, ordinal: int, ours: Page, theirs
         hierarchy.counters.adopted[table.index] += 1
         if theirs.transfers > 0:
             request.await_page(theirs)
-    table.replace(ordinal, theirs)
+    table.replace(block.ordinal, theirs)
 
 
 def _release_stale(request: Request, first: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.request.block_table import BlockTable
+from kv_cache_manager_v2.request.publication import begin_use
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.match import Match
@@ -35,6 +36,7 @@ def start(request: Request, match: Match, tokens: TokenSequence) -> None:
         request.tip = match.blocks[full - 1]
         shared.tree.pin(match.blocks[full - 1])
     levels = _hold_matched(request, match, priorities)
+    begin_use(request, match.blocks)
     recurrent = request.recurrent
     if recurrent is not None and count > 0:
         snapshot = match.blocks[-1].page(recurrent.index)

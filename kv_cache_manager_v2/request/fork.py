@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
-from kv_cache_manager_v2.request import scratch
+from kv_cache_manager_v2.request import publication, scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats
@@ -21,6 +21,7 @@ def fork(request: Request, request_id: object) -> Request:
     Raises LogicError in the middle of a scratch step of which the fork would read blocks, OutOfPagesError if recurrent state has to
     be copied and there is no slot for it; nothing is changed then.
     """
+    publication.check_settled(request, "fork()")
     scratch.check_fork(request)
     shared = request.shared
     point = shared.timeline.record(request.stream) if request.status == ACTIVE else NULL_POINT
@@ -49,6 +50,7 @@ def fork(request: Request, request_id: object) -> Request:
     count = len(twin.tables)
     for number, table in enumerate(twin.tables):
         table.share(_shared_pages(request.tables[number], request.tables[request.last_beam * count + number], twin.num_blocks))
+    publication.share_use(request, twin)
     twin.mark_counted()
     if snapshot is not None and twin.recurrent is not None:
         _await_source(request, twin)

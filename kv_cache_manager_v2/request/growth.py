@@ -12,7 +12,7 @@ from typing import Final
 from kv_cache_manager_v2.arguments import WORD_LIMIT
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
-from kv_cache_manager_v2.request import scratch
+from kv_cache_manager_v2.request import publication, scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.request.reservation import Reservation
@@ -215,8 +215,11 @@ class _Change:
         return priorities
 
     def needs_point(self) -> bool:
-        """Whether a page or slot is unlocked on which the stream may still work."""
-        return bool(self.leaving) or self.blocks < self.request.num_blocks or self.request.holds_scratch()
+        """Whether a page or slot is unlocked on which the stream may still work, or blocks become computed."""
+        request = self.request
+        if self.leaving or self.blocks < request.num_blocks or request.holds_scratch():
+            return True
+        return publication.computes(request, self.history)
 
     def reuse_pages(self, reservation: Reservation) -> None:
         """Reuse pages and scratch slots that are no longer needed for new blocks of the same pool group.
@@ -289,6 +292,7 @@ class _Change:
     def install(self, reservation: Reservation, priorities: list[int], point: Point) -> None:
         """Change the tables and the lengths."""
         request = self.request
+        publication.set_computed(request, self.history, point)
         for item in self.leaving:
             if item.reused:
                 item.table.take(item.ordinal)
@@ -301,6 +305,8 @@ class _Change:
         if self.blocks > request.num_blocks and request.pending is not None:
             request.pending.before_growth(request.history)
         request.set_history(self.history)
+        if self.capacity < request.committed:
+            publication.take_back(request)
         if self.blocks < request.num_blocks:
             shrink(request, self.blocks, point)
         elif self.blocks > request.num_blocks:

@@ -22,11 +22,13 @@ from kv_cache_manager_v2.request.lock import Lock, make_lock
 from kv_cache_manager_v2.request.pending_loads import PendingLoads
 from kv_cache_manager_v2.request.reservation import Reservation
 from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
+from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
 
 if TYPE_CHECKING:
+    from kv_cache_manager_v2.request.publication import Publication
     from kv_cache_manager_v2.request.request import Request
 
 
@@ -70,6 +72,7 @@ class ManagerState:
         self.max_rewind: int = layout.max_rewind if layout.max_rewind is not None else 0
         self.open: dict[int, Request] = {}  # by serial number
         self.next_serial = 0
+        self.publications: dict[Block, Publication] = {}  # by uncomputed block
         self.guard: GuardedListener | None = None  # the wrapper of an engine's listener
         # Work for the next call.
         self.closed_loads: list[PendingLoads] = []  # loads of requests that closed before these had ended

@@ -5,6 +5,8 @@ Python deallocates an object.
 
     committed <= history <= capacity,   num_blocks = ceil(capacity / tokens_per_block)
 
+Only tokens that are committed ahead are after the history: see publication.py.
+
     blocks      0        1        2        3        4
     full        P        P        P        P        P        P: a page of the request, locked while ACTIVE, held while SUSPENDED
     window      P(sink)  -        -        P        P        -: stale; no page, or one held until its block is committed
@@ -36,6 +38,9 @@ from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.tokens import unpack
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.request.publication import Publication
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.request.batch_rows import BatchRows
@@ -75,7 +80,7 @@ class Request:
         self.block_start = 0  # a capacity in (block_start, block_end] needs exactly num_blocks blocks
         self.block_end = 0
         self.scratch_from = NEVER  # a smaller capacity needs no scratch slots, at this or any later history
-        self.next_stale = 0  # a smaller history makes no further block stale
+        self.next_stale = 0  # a smaller history makes no further block stale, and computes none
         # Pages.
         hierarchy = shared.hierarchy
         self.tables: list[BlockTable] = [
@@ -98,6 +103,8 @@ class Request:
         self.tip: Block | None = None  # deepest tree block of the path, pinned; None before the first full block
         self.path: list[Block] = []  # full committed blocks; some may have left the tree
         self.tail = BytesWriter()  # packed committed tokens of the block after `path`
+        self.published: Publication | None = None  # blocks committed ahead; None if the history covers all committed tokens
+        self.counts_on: list[Publication] = []  # others' uncomputed blocks that it has matched
         self.commit_allowed = True
         self.adopts = shared.adopts  # whether a commit may exchange a page for that of an identical cached block
         self.text_only = False  # the user has promised not to commit digests
@@ -205,6 +212,8 @@ class Request:
         self.num_blocks = -(-capacity // size)
         self.block_end = self.num_blocks * size
         self.block_start = self.block_end - size
+        if self.committed > self.history:
+            self.block_start = max(self.block_start, self.committed - 1)
 
     def set_history(self, history: int) -> None:
         """Set the history. The caller has unlocked the pages that leave a window."""
@@ -214,6 +223,8 @@ class Request:
             for table in self.tables:
                 table.set_history(history)
                 soonest = min(soonest, table.life_cycle.next_stale_change(history))
+            if self.published is not None:
+                soonest = min(soonest, self.published.next_end(self.tokens_per_block))
             self.next_stale = soonest
         if self.scratch:
             self.scratch_from = self._scratch_from(history)

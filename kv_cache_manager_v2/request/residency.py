@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point, Stream
-from kv_cache_manager_v2.request import scratch
+from kv_cache_manager_v2.request import publication, scratch
 from kv_cache_manager_v2.request.commit import stop_committing
 from kv_cache_manager_v2.request.counts import end_stats
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, Request
@@ -38,6 +38,7 @@ def resume(request: Request, stream: Stream) -> bool:
         if page.lost:
             request.lose(page)
     request.require_bytes("resume()")
+    publication.check_stream(request, stream, "resume()")
     shortage = _utilization_limit(request, pages)
     if shortage is not None:
         request.last_shortage = shortage
@@ -217,9 +218,11 @@ def _count_copy(request: Request, source: Page) -> None:
 
 
 def suspend(request: Request) -> None:
-    """Turn every lock into a hold. No page moves until its slot is needed."""
+    """Turn every lock into a hold. No page moves until its slot is needed. Tokens committed ahead are taken back."""
     shared = request.shared
-    _suspend_at(request, shared.timeline.record(request.stream))
+    point = shared.timeline.record(request.stream)
+    publication.take_back(request)
+    _suspend_at(request, point)
     if shared.ledger.enabled and not request.excluded():
         shared.ledger.suspended += 1
 
@@ -239,8 +242,15 @@ def _suspend_at(request: Request, point: Point) -> None:
 
 
 def change_stream(request: Request, stream: Stream) -> None:
-    """Use another stream from now on, which waits for the previous one. Raises, with nothing changed, for an invalid stream."""
+    """Use another stream from now on, which waits for the previous one.
+
+    Raises, with nothing changed, for an invalid stream, and LogicError while blocks depend on a step of the previous stream that
+    may not be queued yet.
+    """
     timeline = request.shared.timeline
+    if stream != request.stream:
+        publication.check_settled(request, "cuda_stream")
+    publication.check_stream(request, stream, "cuda_stream")
     timeline.record(stream)
     if request.status == ACTIVE and stream != request.stream:
         try:
@@ -298,6 +308,8 @@ def close(request: Request) -> None:
     point = NULL_POINT
     if request.loads is not None:
         request.check_transfers()
+    publication.take_back(request)
+    publication.end_use(request)
     if request.status == ACTIVE:
         try:
             point = shared.timeline.record(request.stream)

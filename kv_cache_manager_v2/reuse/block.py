@@ -35,6 +35,7 @@ class Block(Leaf):
             0  # loads in flight that the pages' bytes depend on; while there are any, the block cannot match
         )
         self.attached = True
+        self.uncomputed = False  # published ahead: the step that computes it may not be queued yet
         # Eight-byte fields.
         self.tree = tree
         self.parent = parent  # None for a root and for a detached block

@@ -29,6 +29,7 @@ class MissCause(Enum):
 
     NOTHING_MISSED = "nothing missed"  # the whole prompt is reusable
     UNSETTLED = "unsettled"  # a later block depends on a file load that is still in flight
+    UNCOMPUTED = "uncomputed"  # the match ends inside a block that is published ahead, which matches as a whole only
     NO_SNAPSHOT = "no snapshot"  # the blocks are cached, but no recurrent state at a later position
     WINDOW_HOLE = "window hole"  # the blocks are cached, but a page inside the window is missing
     NOT_COVERED = "not covered"  # a later block has no page that covers all tokens needed
@@ -66,6 +67,8 @@ class MissReport:
             return ""
         if cause == MissCause.UNSETTLED:
             return f": the block at {self.position} depends on a file load that is still in flight"
+        if cause == MissCause.UNCOMPUTED:
+            return f": the block at {self.position} is not computed yet, and until then only the whole of it can be reused"
         if cause == MissCause.NO_SNAPSHOT:
             return f": {group} has no snapshot after token {self.num_tokens}, up to {self.position}{self._dropped()}"
         if cause == MissCause.WINDOW_HOLE:
@@ -249,6 +252,8 @@ class _Explanation:
         for ordinal in range(len(path)):
             if path[ordinal].num_pending_loads:
                 return self._report(MissCause.UNSETTLED, ordinal * size)
+        if path[len(path) - 1].uncomputed and limit % size != 0:
+            return self._report(MissCause.UNCOMPUTED, limit // size * size)
         for life_cycle in self._tree.life_cycles:
             if not life_cycle.is_attention:
                 if before_hybrid > self._num_tokens:

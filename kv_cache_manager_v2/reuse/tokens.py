@@ -176,6 +176,13 @@ def count_tokens(data: bytes) -> int:
     return len(unpack(data))
 
 
+def first_tokens(data: bytes, count: int) -> bytes:
+    """The first `count` tokens of packed bytes."""
+    if not has_digest(data):
+        return data[: TOKEN_BYTES * count]
+    return pack(unpack(data)[:count]).data
+
+
 def has_digest(data: bytes) -> bool:
     """Whether packed bytes hold a digest. One scan in C."""
     return not data[3::TOKEN_BYTES].isascii()  # ids never have bit 31 set, so the first word that does is a mark

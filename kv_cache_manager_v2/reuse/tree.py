@@ -232,8 +232,7 @@ class RadixTree:
         if old is not None and old is not page:
             self.keeper.unlist(old)
         self._recount(block)
-        if block.num_pending_loads == 0:
-            self._notify_stored(block, page)
+        self._notify_stored(block, page)
         return True
 
     def install_all(self, block: Block, pages: list[Page], coverage: int) -> None:
@@ -246,9 +245,8 @@ class RadixTree:
         for page in pages:
             self.keeper.adopt(page, block, coverage)
         self._recount(block)
-        if block.num_pending_loads == 0:
-            for page in pages:
-                self._notify_stored(block, page)
+        for page in pages:
+            self._notify_stored(block, page)
 
     def page_gone(self, block: Block, page: Page) -> None:
         """Unlist a page that the storage has dropped or lost, and remove the blocks that cannot match without it."""
@@ -303,7 +301,8 @@ class RadixTree:
                 block.put_page(page)
                 self.keeper.adopt(page, block, block.num_tokens)
                 self._recount(block)
-                if self.listener is not None and block.num_pending_loads == 0 and page.level != lost.level:
+                waits = block.num_pending_loads > 0 or block.uncomputed
+                if self.listener is not None and not waits and page.level != lost.level:
                     self.listener.page_moved(block, page.life_cycle, lost.level, page.level)
                 return True
         return False
@@ -328,11 +327,21 @@ class RadixTree:
         assert block.num_pending_loads > 0, "show without hide"
         block.num_pending_loads -= 1
         self._recount(block)
-        if block.num_pending_loads == 0 and block.attached:
-            page = block.first
-            while page is not None:
-                self._notify_stored(block, page)
-                page = page.next_in_block
+        if block.attached:
+            self._notify_all_stored(block)
+
+    def set_uncomputed(self, block: Block, uncomputed: bool) -> None:
+        """Record whether a block is published ahead: then it matches as a whole only, and its pages are reported afterwards."""
+        block.uncomputed = uncomputed
+        self._recount(block)
+        if not uncomputed and block.attached:
+            self._notify_all_stored(block)
+
+    def _notify_all_stored(self, block: Block) -> None:
+        page = block.first
+        while page is not None:
+            self._notify_stored(block, page)
+            page = page.next_in_block
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -357,6 +366,8 @@ class RadixTree:
         ends = 1 << snapshot if 0 < snapshot <= reach else 0
         if block.num_pending_loads:
             covered = reach = ends = 0
+        if block.uncomputed:  # nothing is copied from it
+            reach = ends = 0
         block.covered = covered
         if reach != block.reach or ends != block.ends:
             block.reach = reach
@@ -401,7 +412,8 @@ class RadixTree:
             self._unlist_all(pages)
 
     def _notify_stored(self, block: Block, page: Page) -> None:
-        if self.listener is not None:
+        """Report a page that can match. Pages of a block that waits for loads or for its computation are reported after that."""
+        if self.listener is not None and block.num_pending_loads == 0 and not block.uncomputed:
             covers = self.life_cycles[page.life_cycle].usable_tokens(page.coverage, block.num_tokens) >= block.num_tokens
             self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
 

@@ -23,7 +23,8 @@ class KVCache(PageIndexViews):
     """The KV cache of one request. `KVCacheManager.create_kv_cache` makes it; `close()` or a `with` block ends it.
 
     It has three lengths, in tokens: committed <= history <= capacity. Committed tokens are final, and can be reused. History tokens
-    have no query in the next step. The capacity covers the history and all input of the next step.
+    have no query in the next step. The capacity covers the history and all input of the next step. Only `commit_ahead` commits
+    tokens after the history.
     """
 
     Status: ClassVar[type[CacheStatus]]
@@ -170,10 +171,21 @@ class KVCache(PageIndexViews):
         beyond the capacity.
         """
 
+    def commit_ahead(self, input_tokens: Tokens) -> None:
+        """Commit tokens before their step is queued: as `commit`, but the history stays, and no page is exchanged or released.
+
+        Blocks that become full match at once, each as a whole only: nothing is copied from them. A block is computed once the
+        history covers it, by `resize` or `commit`: queue its step on the cache's stream before. Until then a cache that matched it
+        resumes on this stream only. `suspend()`, `close()` and a `resize` to fewer tokens take back what the history does not
+        cover: the blocks leave the tree, `num_committed_tokens` becomes the history, and caches that matched them can only be
+        closed. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, with several beams or `commit_min_snapshot`,
+        ConfigError for invalid tokens or tokens beyond the capacity.
+        """
+
     def stop_committing(self) -> None:
         """Make the committed part of the last block reusable. No token can be committed afterwards. Idempotent.
 
-        Raises LogicError once closed.
+        Raises LogicError once closed, and while tokens committed ahead are not computed.
         """
 
     def plan_committed_block_drop(self) -> PlannedDropHandle | None:

@@ -28,6 +28,7 @@ DERIVED = {
     "main_tables": "the tables: there is one beam",
     "recurrent": "has a copy of the state",
     "loads": "waits for the same transfers",
+    "counts_on": "counts on the same blocks",
     "borrowed_tail": "whether the history ends in a block",
     "pending": "counts from here on, if the source counts",
 }
@@ -43,6 +44,7 @@ FRESH = {
     "batch_row": "none",
     "lost": "a request that is lost cannot be forked",
     "loss_reported": "of its own calls",
+    "published": "what is committed ahead must be settled first",
     "divergence": "nothing was matched",
     "before_hybrid": "nothing was matched",
     "cached_tokens_by_level": "nothing was matched",

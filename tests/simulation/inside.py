@@ -148,6 +148,8 @@ def _has_pages(block: Block, ordinal: int, share: int, n: int, kinds: Sequence[K
     for number, kind in enumerate(kinds):
         page = block.pages[number]
         coverage = page.coverage if page is not None and not block.num_pending_loads else 0
+        if block.uncomputed and share < block.num_tokens:
+            coverage = 0  # it matches as a whole only
         if kind.recurrent:
             if is_last and coverage != share:
                 return False

@@ -156,6 +156,8 @@ class Request:
                     self.pageless.add((number, block))
         self.capacity = capacity
         self.history = history
+        if capacity < self.committed:
+            self.committed = history  # what is committed ahead is taken back
 
     def clean_run(self, number: int) -> int:
         """How many tokens of a beam may be committed next: those that it computed on top of exactly what is committed."""

@@ -46,6 +46,8 @@ EACH: Final[tuple[Outcome, ...]] = (  # the other operations: at least once in C
     ("commit", "end"),
     ("commit", "beam"),
     ("commit", "batch"),
+    ("commit ahead", "done"),
+    ("commit ahead", "taken back"),
     ("batch", "whole"),
     ("batch", "part"),
     ("stop_committing", "done"),

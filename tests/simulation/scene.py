@@ -77,6 +77,7 @@ class Scene:
         self.recent: list[Live] = []  # closed lately: their kernels may still be queued
         self.armed = False  # faults have been ordered: calls may fail
         self.faulted = False  # whether any ever was
+        self.taken_back = False  # whether tokens that were committed ahead were ever taken back
         self.trace = 0  # checksum of all that happened
         movement = self.manager.movement
         self.quotas = [self.manager.get_quota(CacheLevel(level)) for level in range(len(movement.dropped[0]))]
@@ -123,7 +124,7 @@ class Scene:
             result = call()
         except PageDataLostError:
             assert live is not None
-            assert self.faulted, "a request is lost though no transfer failed"
+            assert self.faulted or self.taken_back, "a request is lost though no transfer failed"
             live.lost = True
             return self.count(operation, "data lost"), None
         except OutOfPagesError:

@@ -19,11 +19,11 @@ from typing import Final
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from tests.simulation import conduct
+from tests.simulation.ahead import AheadWorld, can_commit_ahead
 from tests.simulation.calls import Calls
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import Setup, draw
-from tests.simulation.world import World
 
 _DIGEST: Final = re.compile(r"b'[^']*'")
 
@@ -52,7 +52,7 @@ class Simulation:
     def __init__(self, setup: Setup, calls: Calls | None = None) -> None:
         self.setup = setup
         self.random = Random(setup.seed ^ 0x5EED)
-        self.world = World(setup, calls)
+        self.world = AheadWorld(setup, calls)
         self.number = 0  # of the operation
         self.last: deque[str] = deque(maxlen=24)
         self.prompts: list[tuple[int, list[Token]]] = [(0, [setup.alphabet[0]])]
@@ -330,6 +330,10 @@ class Simulation:
         if outcome != "true":
             if random.random() < 0.5:
                 self.relieve(live)
+            return
+        if can_commit_ahead(self.setup, model) and random.random() < 0.2:
+            fresh = self.tokens(model.capacity - conduct.first_written(model))
+            self.note(f"commit ahead {live.number} {fresh}", self.world.commit_ahead(live, fresh))
             return
         self.compute(live)
         if random.random() < 0.7:

@@ -59,7 +59,7 @@ class StreamWatch:
                 page = block.pages[life_cycle.index]
                 level = told.pop((key, life_cycle.index), -1)
                 covers = page is not None and life_cycle.usable_tokens(page.coverage, block.num_tokens) >= block.num_tokens
-                if level == -1 and block.num_pending_loads:
+                if level == -1 and (block.num_pending_loads or block.uncomputed):
                     continue
                 expected = page.level if page is not None and covers else -1
                 assert level == expected, f"layer group {life_cycle.index} of {block.tokens!r}"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.simulation import conduct
+from tests.simulation.ahead import AheadWorld, can_commit_ahead
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import SHAPES, draw
-from tests.simulation.world import World
 
 NIGHTLY = os.environ.get("KVCM_HYPOTHESIS") == "nightly"
 few = st.integers(0, 3)
@@ -30,7 +30,7 @@ letters = st.lists(st.integers(0, 2), max_size=12)
 class Manager(RuleBasedStateMachine):
     """Requests are picked by a number modulo how many there are, so that no rule ever has to be given up for want of one."""
 
-    world: World
+    world: AheadWorld
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Manager(RuleBasedStateMachine):
 
     @initialize(shape=st.sampled_from(SHAPES), seed=st.integers(0, 63))
     def start(self, shape: str, seed: int) -> None:
-        self.world = World(draw(seed, self.folder.name, shape, faults=False))
+        self.world = AheadWorld(draw(seed, self.folder.name, shape, faults=False))
 
     # --- picking
 
@@ -114,6 +114,19 @@ class Manager(RuleBasedStateMachine):
         wanted = conduct.lengths(self.world.setup, model, model.history + history + capacity, model.history + history)
         if wanted is not None and self.world.resize(live, *wanted, check=True) == "true" and compute:
             self.compute(live, numbers)
+
+    @precondition(active)
+    @rule(which=few, grow=small, numbers=letters)
+    def step_ahead(self, which: int, grow: int, numbers: list[int]) -> None:
+        """Settle, grow, commit ahead, compute."""
+        live = self.pick(which, active=True)
+        assert live is not None
+        model, setup = live.model, self.world.setup
+        wanted = conduct.step(setup, model, 1 + grow, model.computed)
+        if wanted is None or wanted[0] > setup.longest or self.world.resize(live, *wanted, check=True) != "true":
+            return
+        if can_commit_ahead(setup, model):
+            self.world.commit_ahead(live, self.tokens(numbers, model.capacity - conduct.first_written(model)))
 
     def compute(self, live: Live, numbers: list[int]) -> None:
         count = live.model.capacity - conduct.first_written(live.model)

@@ -287,7 +287,7 @@ class World(Scene):
         try:
             live.cache.close()
         except PageDataLostError:
-            assert self.faulted, "a request is lost though no transfer failed"
+            assert self.faulted or self.taken_back, "a request is lost though no transfer failed"
             assert not live.lost, "a loss that a call has told was told again"
             live.lost = True
         self._closed(live)
@@ -458,7 +458,7 @@ class World(Scene):
             call()
         except PageDataLostError:
             assert live is not None
-            assert self.faulted
+            assert self.faulted or self.taken_back
             live.lost = True
         except errors:
             pass

@@ -20,6 +20,7 @@ class MissCause(Enum):
 
     NOTHING_MISSED = "nothing missed"
     UNSETTLED = "unsettled"
+    UNCOMPUTED = "uncomputed"
     NO_SNAPSHOT = "no snapshot"
     WINDOW_HOLE = "window hole"
     NOT_COVERED = "not covered"

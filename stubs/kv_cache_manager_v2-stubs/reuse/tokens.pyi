@@ -64,6 +64,9 @@ def unpack(data: bytes) -> list[int | bytes]:
 def count_tokens(data: bytes) -> int:
     """How many tokens packed bytes hold."""
 
+def first_tokens(data: bytes, count: int) -> bytes:
+    """The first `count` tokens of packed bytes."""
+
 def has_digest(data: bytes) -> bool:
     """Whether packed bytes hold a digest. One scan in C."""
 
