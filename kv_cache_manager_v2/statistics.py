@@ -99,9 +99,9 @@ class KVCacheIterationStatsDelta(IterationFields):
     iter_alloc_total_blocks: int = 0
     iter_alloc_new_blocks: int = 0
     iter_reused_blocks: int = 0
-    iter_missed_blocks: int = 0
     iter_full_reused_blocks: int = 0
     iter_partial_reused_blocks: int = 0
+    iter_missed_blocks: int = 0
     iter_gen_alloc_blocks: int = 0  # blocks allocated during generation, which no match could have saved
     iter_onboard_blocks: int = 0  # moved from a colder tier to the GPU
     iter_onboard_bytes: int = 0

@@ -68,9 +68,9 @@ class KVCacheIterationStatsDelta(IterationFields):
     iter_alloc_total_blocks: int = 0
     iter_alloc_new_blocks: int = 0
     iter_reused_blocks: int = 0
-    iter_missed_blocks: int = 0
     iter_full_reused_blocks: int = 0
     iter_partial_reused_blocks: int = 0
+    iter_missed_blocks: int = 0
     iter_gen_alloc_blocks: int = 0
     iter_onboard_blocks: int = 0
     iter_onboard_bytes: int = 0
