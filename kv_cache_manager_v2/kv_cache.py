@@ -23,7 +23,7 @@ from kv_cache_manager_v2.arguments import (
     whole,
     whole_or_none,
 )
-from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
 from kv_cache_manager_v2.page_index_views import PageIndexViews
 from kv_cache_manager_v2.request import batch, beams, counts, planned_drop, residency
@@ -397,13 +397,21 @@ class KVCache(PageIndexViews):
         """End the request: committed blocks stay cached, all other pages are freed. Idempotent, in any state.
 
         Raises PageDataLostError, with the cache closed, if the request has computed with bytes lost by a failed load and no other
-        call has raised it.
+        call has raised it. On a poisoned manager only the handle is closed: `shutdown()` frees the pages.
         """
-        if self._state.status == CLOSED:
+        state = self._state
+        if state.status == CLOSED:
             return
-        with self._shared.lock, Call(self._shared, "close()"):
-            residency.close(self._state)
-        self._state.report_loss()
+        try:
+            with self._shared.lock, Call(self._shared, "close()"):
+                residency.close(state)
+        except CorruptedError:
+            if state.status == CLOSED:
+                raise
+            with self._shared.lock:
+                residency.close_poisoned(state)
+            return
+        state.report_loss()
 
     def fork(self, id: Hashable = None) -> KVCache:
         """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.

@@ -46,7 +46,7 @@ from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look, poison_of, take_poison_of
-from kv_cache_manager_v2.request.live_managers import LIVE, close_dropped, close_unused, drop, tear_down
+from kv_cache_manager_v2.request.live_managers import abandon, begin_construction, close_unused, drop, end_construction, tear_down
 from kv_cache_manager_v2.request.lock import held_twice
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
@@ -93,10 +93,8 @@ class KVCacheManager(ManagerStatistics):
         layout = build_layout(config)
         sizings = size_levels(layout, config)
         device = given if given is not None else default_driver()
-        close_dropped(device)
-        close_unused()
+        begin_construction(device)
         timeline = Timeline(device)
-        hierarchy: Hierarchy | None = None
         try:
             counters = MovementCounters(len(layout.life_cycles), len(sizings))
             hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters)
@@ -112,7 +110,7 @@ class KVCacheManager(ManagerStatistics):
             debug = debug_wanted()
             shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, debug, given is None)
         except BaseException:
-            _free(hierarchy, timeline, device if given is None else None)
+            abandon(device, given is None)
             raise
         shared.guard = guard
         self._event_manager = listener
@@ -122,7 +120,7 @@ class KVCacheManager(ManagerStatistics):
         self._tree = tree
         self._tuner = tuner
         super().__init__(config, device, hierarchy, shared)
-        LIVE.append(shared)
+        end_construction(shared)
 
     def __enter__(self) -> KVCacheManager:
         return self
@@ -264,7 +262,7 @@ class KVCacheManager(ManagerStatistics):
         """Why this manager is poisoned; None if it is not.
 
         A manager is poisoned if an unexpected exception (an interrupt, a bug) left its structures inconsistent. Then every call
-        raises CorruptedError, except questions, `clear_reusable_blocks()` and `shutdown()`.
+        raises CorruptedError, except questions, `KVCache.close()`, `clear_reusable_blocks()` and `shutdown()`.
         """
         return poison_of(self._shared)
 
@@ -483,15 +481,3 @@ class KVCacheManager(ManagerStatistics):
             ids = [str(state.request_id) for state in self._shared.open.values() if state.request_id is not None]
             named = f" (ids {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
             raise LogicError(f"{call}: {count} KV cache(s) still open{named}; close them first")
-
-
-def _free(hierarchy: Hierarchy | None, timeline: Timeline, device: Driver | None) -> None:
-    """Free the memory of a manager whose construction failed. Errors are logged, so that the first error is seen."""
-    try:
-        if hierarchy is not None:
-            hierarchy.close()
-        timeline.close()
-        if device is not None:
-            device.close()
-    except Exception as error:
-        _log.error("the memory of a KVCacheManager that could not be constructed cannot be freed: %s", error)

@@ -2,7 +2,7 @@
 
 A call that may change something is `with shared.lock, Call(shared, "name()"):`. It begins with the work that finalisers and file
 transfers have left. If an unexpected exception leaves it, every structure is audited. A manager that fails the audit is poisoned:
-from then on only questions, `clear_reusable_blocks()` and `shutdown()` are answered.
+from then on only questions, `close()`, `clear_reusable_blocks()` and `shutdown()` are answered.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import warnings
+from threading import get_ident
 from typing import Final
 
 from kv_cache_manager_v2.device.driver import Driver
@@ -18,12 +19,13 @@ from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import CLOSED
 from kv_cache_manager_v2.request.residency import close
-from kv_cache_manager_v2.storage.cells import UNBUILT, free_unbuilt
+from kv_cache_manager_v2.storage.cells import BUILDING, UNBUILT, abandon_interrupted, free_unbuilt
 
 _log: Final = logging.getLogger(__name__)
 
 LIVE: Final[list[ManagerState]] = []  # constructed and not shut down
 DROPPED: Final[list[ManagerState]] = []  # those of LIVE whose manager object no longer exists
+UNCLOSED: Final[list[Driver]] = []  # devices of managers that were not constructed, which could not be closed yet
 OWN_FAILURES: Final = (AssertionError, LookupError, TypeError, ValueError, AttributeError)
 MAX_ATTEMPTS: Final = 8  # most attempts to free the memory of a dropped manager, one per call
 
@@ -108,8 +110,55 @@ def close_unused() -> None:
     """
     if UNBUILT:
         free_unbuilt()
+    if UNCLOSED:
+        _close_drivers()
     used = [other.driver for other in LIVE if other not in DROPPED]
     _close([shared for shared in DROPPED if shared.driver not in used])
+
+
+def begin_construction(driver: Driver) -> None:
+    """Free what dropped managers, and constructions that failed or were interrupted, have left."""
+    close_dropped(driver)
+    if UNBUILT:
+        abandon_interrupted()
+    close_unused()
+    BUILDING.add(get_ident())
+
+
+def end_construction(shared: ManagerState) -> None:
+    """List a manager that is constructed: it owns its memory."""
+    LIVE.append(shared)
+    for cells in UNBUILT.copy():
+        if cells.driver is shared.driver and cells.builder == get_ident():
+            cells.built()
+    BUILDING.discard(get_ident())
+
+
+def abandon(driver: Driver, owned: bool) -> None:
+    """Free the memory of a construction on this thread that has failed, and close its device if it is `owned`.
+
+    Never raises. What the device refuses is tried again by later constructions and shutdowns.
+    """
+    for cells in UNBUILT.copy():
+        if cells.driver is driver and cells.builder == get_ident():
+            cells.abandon()
+    BUILDING.discard(get_ident())
+    if owned:
+        UNCLOSED.append(driver)
+        _close_drivers()
+
+
+def _close_drivers() -> None:
+    """Close the devices of failed constructions, whose memory is freed by now. What is refused is logged, and tried again."""
+    for driver in UNCLOSED.copy():
+        if [cells for cells in UNBUILT if cells.driver is driver]:
+            continue
+        try:
+            driver.close()
+        except BaseException as error:  # a later error of a construction that has failed already
+            _log.error("the device of a manager that could not be constructed cannot be closed yet: %r", error)
+        else:
+            UNCLOSED.remove(driver)
 
 
 def _close(managers: list[ManagerState]) -> None:
@@ -157,6 +206,8 @@ def _on_fork() -> None:
     LIVE.clear()
     DROPPED.clear()
     UNBUILT.clear()
+    BUILDING.clear()
+    UNCLOSED.clear()
 
 
 os.register_at_fork(after_in_child=_on_fork)

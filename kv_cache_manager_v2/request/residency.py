@@ -338,6 +338,13 @@ def close(request: Request) -> None:
     end_stats(request)
 
 
+def close_poisoned(request: Request) -> None:
+    """Close the request of a poisoned manager: neither its pages nor the device are touched, since their structures are broken."""
+    request.status = CLOSED
+    request.num_blocks = 0
+    request.shared.open.pop(request.serial, None)
+
+
 def _leave_stream(request: Request) -> None:
     """Close without the request's stream, which no longer exists or which the device refuses.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Final
 
 from kv_cache_manager_v2.config import CacheTierConfig
@@ -15,7 +16,9 @@ from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.tiers import Tier, make_tier
 
 _log: Final = logging.getLogger(__name__)
-UNBUILT: Final[list[Cells]] = []  # of failed constructions, with memory that the device refused to free
+BUILDING: Final[set[int]] = set()  # threads that construct a manager
+# Of constructions of managers that are under way, that failed, or that were interrupted, with memory that is not freed yet.
+UNBUILT: Final[list[Cells]] = []
 
 
 class Cells:
@@ -30,9 +33,13 @@ class Cells:
         tier_configs: Sequence[CacheTierConfig],
     ) -> None:
         """Allocates the memory of all levels. On an exception, none remains allocated."""
+        self.driver = driver
+        self.builder = get_ident()  # the thread that constructs a manager of them; 0 if the construction failed
         self.by_group: list[list[Cell]] = [[] for _group in range(layout.num_pool_groups)]  # by pool group, then by level
         self.swaps: list[Cell] = []  # cells of swap slots; see Mover
         self.tiers: list[Tier] = []  # by level
+        if self.builder in BUILDING:
+            UNBUILT.append(self)
         try:
             for level in range(len(sizings)):
                 tier = make_tier(driver, sizings[level], tier_configs[level])
@@ -45,18 +52,25 @@ class Cells:
                     cell.resize_memory(sizings[level].slots[group])
                     cell.allocator.expand(sizings[level].slots[group])
         except BaseException:
-            self._free_unbuilt()
+            self.abandon()
             raise
 
-    def _free_unbuilt(self) -> None:
+    def built(self) -> None:
+        """The construction is complete: the manager owns the memory."""
+        if self in UNBUILT:
+            UNBUILT.remove(self)
+
+    def abandon(self) -> None:
         """Free the memory after a failed construction. What the device refuses to free is kept for `free_unbuilt`."""
+        self.builder = 0
+        if self not in UNBUILT:
+            UNBUILT.append(self)
         for _attempt in range(2):
             try:
                 self.close_memory([])
                 return
             except BaseException as error:  # the caller raises the first error
                 _log.error("after a failed construction of a manager, memory could not be freed: %r", error)
-        UNBUILT.append(self)
 
     def of_level(self, level: int) -> list[Cell]:
         """The cells of a level, by pool group."""
@@ -79,14 +93,21 @@ class Cells:
             raise failure
         for tier in self.tiers:
             tier.close()
+        self.built()
 
 
 def free_unbuilt() -> None:
     """Free what earlier constructions that failed could not free. What the device still refuses is logged and kept."""
     for cells in UNBUILT.copy():
-        try:
-            cells.close_memory([])
-        except Exception as error:
-            _log.error("memory of a manager whose construction failed could not be freed yet: %r", error)
-        else:
-            UNBUILT.remove(cells)
+        if cells.builder == 0:
+            try:
+                cells.close_memory([])
+            except Exception as error:
+                _log.error("memory of a manager whose construction failed could not be freed yet: %r", error)
+
+
+def abandon_interrupted() -> None:
+    """Called when a construction begins: an earlier one of this thread that has not ended was interrupted."""
+    for cells in UNBUILT:
+        if cells.builder == get_ident():
+            cells.builder = 0

@@ -53,7 +53,7 @@ class Hierarchy(PageKeeper):
         tier_configs: Sequence[CacheTierConfig],
         counters: MovementCounters,
     ) -> None:
-        """Allocates the memory of all levels. On an exception, none remains allocated."""
+        """Allocates the memory of all levels. If that fails, none remains allocated."""
         self.num_levels = len(sizings)
         self.num_groups = layout.num_pool_groups
         self.layout = layout

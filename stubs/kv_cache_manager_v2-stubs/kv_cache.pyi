@@ -238,7 +238,7 @@ class KVCache(PageIndexViews):
         """End the request: committed blocks stay cached, all other pages are freed. Idempotent, in any state.
 
         Raises PageDataLostError, with the cache closed, if the request has computed with bytes lost by a failed load and no other
-        call has raised it.
+        call has raised it. On a poisoned manager only the handle is closed: `shutdown()` frees the pages.
         """
 
     def fork(self, id: Hashable = None) -> KVCache:

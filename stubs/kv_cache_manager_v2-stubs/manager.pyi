@@ -99,7 +99,7 @@ class KVCacheManager(ManagerStatistics):
         """Why this manager is poisoned; None if it is not.
 
         A manager is poisoned if an unexpected exception (an interrupt, a bug) left its structures inconsistent. Then every call
-        raises CorruptedError, except questions, `clear_reusable_blocks()` and `shutdown()`.
+        raises CorruptedError, except questions, `KVCache.close()`, `clear_reusable_blocks()` and `shutdown()`.
         """
 
     def take_poison(self) -> str | None:

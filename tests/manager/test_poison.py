@@ -10,11 +10,13 @@ import pytest
 
 from kv_cache_manager_v2 import (
     AlreadyDroppedError,
+    CacheStatus,
     ConfigError,
     CorruptedError,
     CuError,
     DeviceUnavailableError,
     HostRegistrationError,
+    KVCache,
     KVCacheError,
     KVCacheManager,
     LogicError,
@@ -104,7 +106,6 @@ def test_every_call_names_the_first_cause(scene: Scene) -> None:
         active.suspend,
         active.stop_committing,
         active.fork,
-        active.close,
         lambda: scene.suspended.resume(scene.stream),
         lambda: scene.suspended.prefetch(GPU),
         manager.create_kv_cache,
@@ -214,11 +215,50 @@ def test_the_process_can_be_asked_for_all_managers(scene: Scene) -> None:
 
 
 def test_clearing_needs_closed_caches(scene: Scene) -> None:
-    """A poisoned manager does not close them: what they hold is in doubt. It can only be shut down."""
+    """What they hold is in doubt, also when their handles are closed. The manager can only be shut down."""
     poison(scene)
+    manager = scene.manager
     with pytest.raises(LogicError, match="open"):
-        scene.manager.clear_reusable_blocks()
+        manager.clear_reusable_blocks()
+    for cache in scene.opened:
+        cache.close()
+    with pytest.raises(CorruptedError, match="stays so"):
+        manager.clear_reusable_blocks()
+    with pytest.raises(LogicError):
+        manager.take_poison()
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("shut_down_first", [False, True])
+def test_closing_a_cache_of_a_poisoned_manager_ends_the_handle_alone(scene: Scene, shut_down_first: bool) -> None:
+    """An engine closes what it has open and shuts down, in either order. No page and no device is touched by the close."""
+    poison(scene)
+    manager = scene.manager
+    if shut_down_first:
+        manager.shutdown()
+    calls = scene.device.calls
+    for cache in scene.opened * 2:
+        cache.close()
+        assert cache.status == CacheStatus.CLOSED
+    assert scene.device.calls == calls
+    assert shut_down_first or manager.num_open_caches == 0
+    with pytest.raises(LogicError):
+        scene.active.resize(20)
+    manager.shutdown()
+    assert not scene.leaks()
+
+
+def test_a_close_that_poisons_the_manager_raises_what_left_it(scene: Scene) -> None:
+    """The next close is one on a poisoned manager."""
+    refuse(scene, break_pins, Strange("while closing"))
+    with pytest.raises(Strange):
+        scene.active.close()
+    scene.device.heal()
+    assert scene.manager.poison_reason() is not None
+    scene.active.close()
+    assert scene.active.status == CacheStatus.CLOSED
     scene.manager.shutdown()
+    assert not scene.leaks()
 
 
 def test_an_interrupt_of_the_audit_leaves_it_to_the_next_call(scene: Scene) -> None:
@@ -284,19 +324,23 @@ def test_with_shuts_down_although_a_close_fails(scene: Scene, caplog: pytest.Log
 
 
 def test_with_over_a_cache_shows_the_exception_of_its_block(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """close() is refused by the poisoned manager, which is logged."""
+    """An error of close() is logged. Where the manager is poisoned, there is none."""
 
-    def block() -> None:
-        with scene.active:
-            refuse(scene, break_pins, Strange())
-            scene.active.suspend()
+    def block(cache: KVCache) -> None:
+        with cache:
+            raise Strange
 
+    shared = scene.manager.shared
+    shared.refuse_changes("shutdown() was refused by the device")
     with pytest.raises(Strange):
-        block()
-    scene.device.heal()
+        block(scene.active)
     assert "could not be closed" in caplog.text
-    with pytest.raises(CorruptedError), scene.active:
-        pass
+    caplog.clear()
+    shared.corrupt("something")
+    with pytest.raises(Strange):
+        block(scene.active)
+    assert scene.active.status == CacheStatus.CLOSED
+    assert not caplog.text
     scene.manager.shutdown()
 
 
