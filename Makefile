@@ -48,6 +48,7 @@ export FIND_GPU
 ENV := $(VENV)/stamp $(if $(filter 1,$(WITH_TORCH)),$(VENV)/stamp-torch)
 PURE := build/pure/.stamp
 COMPILED := build/compiled/.stamp-O$(KVCM_OPT)
+ON = KVCM_BACKEND=$$build PYTHONPATH=$(CURDIR)/build/compiled:$(CURDIR)
 
 .PHONY: help
 help:  ## this list
@@ -132,19 +133,20 @@ bench-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the benchmark on a real GP
 	fi
 
 .PHONY: soak
-soak: $(ENV) $(PURE) $(COMPILED)  ## the simulation at length on both builds, then the properties with many examples (tens of minutes)
-	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
-	cd build/compiled && PYTHONPATH=$(CURDIR)/build/compiled:$(CURDIR) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)
+soak: $(ENV) $(COMPILED)  ## the simulation at length on both builds, then the properties with many examples (tens of minutes)
+	for build in interpreted compiled; do \
+	    (cd build/compiled && $(ON) ../../$(BIN)/python -m tests.simulation --ops $(SOAK) --seed $(SEED)) || exit 1; \
+	done
 	KVCM_HYPOTHESIS=nightly PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
 
 .PHONY: hunt
-hunt: $(ENV) $(PURE) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both builds: OPS operations, every refused call, a million streams (hours)
-	for build in pure compiled; do \
-	    hunt="env PYTHONPATH=$(CURDIR)/build/$$build:$(CURDIR) ../../$(BIN)/python -m tests.hunt --seed $(SEED)"; \
-	    (cd build/$$build && $$hunt --ops $(OPS) && $$hunt --count $(EVERY) && $$hunt --streams $(STREAMS) && \
+hunt: $(ENV) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both builds: OPS operations, every refused call, a million streams (hours)
+	for build in interpreted compiled; do \
+	    hunt="env $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED)"; \
+	    (cd build/compiled && $$hunt --ops $(OPS) && $$hunt --count $(EVERY) && $$hunt --streams $(STREAMS) && \
 	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no) || exit 1; \
 	done
-	cd build/pure && PYTHONPATH=$(CURDIR)/build/pure:$(CURDIR) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
+	cd build/compiled && build=interpreted && $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
 	    --ops 100000 --per-run 500 --interrupts places --faults no
 
 .PHONY: compile

@@ -104,12 +104,19 @@ def _load_compiled() -> None:
         for name in names:
             importlib.import_module(name)
     except Exception as error:
-        for loaded in list(sys.modules):
-            if loaded == LIBRARY or (loaded.startswith(f"{PACKAGE}.") and loaded not in (__name__, ConfigError.__module__)):
-                del sys.modules[loaded]
+        _forget_modules()
         if isinstance(error, _LoadError):
             raise
         raise _LoadError(file, f"{name} cannot be imported: {error}") from error
+
+
+def _forget_modules() -> None:
+    """Remove what was imported before an error, so that a later import finds the sources."""
+    package = vars(sys.modules[PACKAGE])
+    for name in list(sys.modules):
+        if name == LIBRARY or (name.startswith(f"{PACKAGE}.") and name not in (__name__, ConfigError.__module__)):
+            del sys.modules[name]
+            package.pop(name.removeprefix(f"{PACKAGE}."), None)  # `from package import module` reads the attribute first
 
 
 def _choose() -> str:

@@ -21,7 +21,9 @@ BEST = "compiled" if COMPILED else "interpreted"  # what the package under test 
 SUFFIX = EXTENSION_SUFFIXES[0]
 SHOW = (
     f"import sys, {PACKAGE} as kvcm\n"
-    f"files = [str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith('{PACKAGE}')]\n"
+    f"modules = [module for name, module in list(sys.modules.items()) if name.startswith('{PACKAGE}')]\n"
+    "modules += [value for value in vars(kvcm).values() if type(value) is type(sys)]\n"
+    "files = [str(module.__file__) for module in modules]\n"
     "print(kvcm.BACKEND, kvcm.build_info().compiled, any(file.endswith('.so') for file in files))\n"
 )
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="the package under test has no compiled modules")

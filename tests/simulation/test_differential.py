@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_cache_manager_v2 import BACKEND
 from tests.conftest import ROOT, package_directory
 from tests.simulation.calls import Calls, LongCalls
 from tests.simulation.setups import SHAPES, draw
@@ -31,20 +32,13 @@ print(*[simulate(seed, {OPERATIONS}).checksum() for seed in range({SEEDS.start},
 """
 
 
-def traces_of(directory: Path, hash_seed: str) -> list[int]:
-    """The traces of the package in a directory, made by an interpreter of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONHASHSEED": hash_seed}
+def traces_of(build: str, hash_seed: str) -> list[int]:
+    """The traces of a build of the package under test, made by an interpreter of its own."""
+    variables = {"PYTHONPATH": str(package_directory()), "KVCM_BACKEND": build, "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, **variables}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr[-4000:]
     return [int(trace) for trace in done.stdout.split()]
-
-
-def same_sources(first: Path, second: Path) -> bool:
-    """Whether two builds were made from the same sources, which lie in both."""
-    names = sorted(path.relative_to(first) for path in first.rglob("*.py"))
-    if names != sorted(path.relative_to(second) for path in second.rglob("*.py")):
-        return False
-    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +47,12 @@ def traces() -> list[int]:
 
 
 def test_a_run_does_not_depend_on_how_the_interpreter_hashes(traces: list[int]) -> None:
-    assert traces_of(package_directory(), "4711") == traces
+    assert traces_of(BACKEND, "4711") == traces
 
 
-def test_the_other_build_leaves_the_same_trace(traces: list[int], tested_build: str) -> None:
-    other = ROOT / "build" / ("compiled" if tested_build == "pure" else "pure")
-    if not (other / "kv_cache_manager_v2").is_dir():
-        pytest.skip(f"{other.name} has not been built")
-    if not same_sources(package_directory(), other):
-        pytest.skip(f"the {other.name} build was made from other sources; it is compared when its own turn comes")
-    assert traces_of(other, "0") == traces
+@pytest.mark.skipif(BACKEND != "compiled", reason="the compiled build is compared, with the sources beside it")
+def test_the_interpreted_build_leaves_the_same_trace(traces: list[int]) -> None:
+    assert traces_of("interpreted", "0") == traces
 
 
 def trace_with(calls: Calls, seed: int, directory: Path) -> int:
