@@ -116,27 +116,3 @@ def test_probe_by_keys() -> None:
         third = inside.tree_blocks(rig.manager, tokens)[2]
         inside.drop(rig.manager, inside.page_of(third, rig.group(0)))
         assert probe(None, keys) == 8
-
-
-def test_probe_by_keys_looks_at_the_windows() -> None:
-    """A window page is missing: the keys find the blocks, the probe says what is reusable of them."""
-    with Rig(small(16, kinds=["full", (4, 0)])) as rig:
-        rig.seed(toks(0, 12))
-        keys = chain(toks(0, 12))
-        assert rig.manager.probe_reuse_by_keys(None, keys) == 12
-        inside.drop(rig.manager, inside.page_of(inside.tree_blocks(rig.manager, toks(0, 12))[2], rig.group(1)))
-        assert rig.manager.probe_reuse_by_keys(None, keys) == rig.probe(toks(0, 12)) == 8
-
-
-def test_keys_are_kept_as_blocks_come_and_go() -> None:
-    """After the first probe by key, blocks added, superseded and evicted are found, or not, by their keys."""
-    with Rig(small(4)) as rig:
-        probe = rig.manager.probe_reuse_by_keys
-        assert probe(None, chain(toks(0, 8))) == 0
-        rig.seed(toks(0, 6))
-        assert probe(None, chain(toks(0, 6))) == 6
-        rig.extend(toks(0, 8))
-        assert probe(None, chain(toks(0, 8))) == 8
-        assert probe(None, chain(toks(0, 6))) == 4
-        rig.take(4).close()
-        assert probe(None, chain(toks(0, 8))) == 0

@@ -96,36 +96,6 @@ def test_a_superseded_block_does_not_come_back(tmp_path: object, step: int) -> N
         assert inside.num_tree_blocks(rig.manager) == 1
 
 
-@pytest.mark.parametrize("length", range(1, 8))
-def test_a_shorter_commit_under_a_longer_sibling(length: int) -> None:
-    """It adds no node; after clear the same commit makes a node of its own, with another key."""
-    with Rig(small(4, tokens_per_block=8)) as rig:
-        rig.seed(toks(0, 8))
-        (whole,) = inside.tree_blocks(rig.manager, toks(0, 8))
-        key = whole.block_key()
-        rig.seed(toks(0, length))
-        assert inside.num_tree_blocks(rig.manager) == 1
-        assert inside.tree_blocks(rig.manager, toks(0, length)) == [whole]
-        rig.manager.clear_reusable_blocks()
-        rig.seed(toks(0, length))
-        (part,) = inside.tree_blocks(rig.manager, toks(0, length))
-        assert part.num_tokens == length
-        assert part.block_key() != key
-
-
-@pytest.mark.parametrize("siblings", [2, 31, 32, 33, 60])
-def test_any_number_of_siblings_is_searched(siblings: int) -> None:
-    """There is no number of siblings beyond which the best one is not found."""
-    with Rig(small(64, tokens_per_block=8)) as rig:
-        for number in range(siblings):
-            rig.seed([*toks(0, 4), *toks(100 * (number + 1), 100 * (number + 1) + 4)])
-        for number in range(siblings):
-            query = [*toks(0, 4), *toks(100 * (number + 1), 100 * (number + 1) + 3), 99_999]
-            assert rig.reused(query) == 7
-        assert rig.reused([*toks(0, 4), 99_999]) == 4
-        assert rig.reused(toks(0, 4), ReuseScope(1)) == 0
-
-
 @pytest.mark.parametrize("wait_for_commit", [False, True])
 @pytest.mark.parametrize("kinds", [["full"], ["full", (8, 0)], [(8, 4)]])
 def test_identical_blocks_are_shared(kinds: list[str | tuple[int, int]], wait_for_commit: bool) -> None:
@@ -205,23 +175,6 @@ def test_a_colder_identical_page_takes_over_the_slot(seed: int) -> None:
         assert rig.indices(reader.cache) == slots
         reader.check()
         request.check()
-
-
-@pytest.mark.parametrize("shared", range(1, 14))
-def test_a_branch_never_writes_into_what_it_shares(shared: int) -> None:
-    """A has 16 tokens; B reuses some of them, commits others behind, writes on: A's blocks keep their bytes and their match."""
-    with Rig(small(16)) as rig:
-        ours = toks(0, 16)
-        rig.seed(ours)
-        branch = rig.start(ours[:shared])
-        assert len(branch.tokens) == shared
-        assert branch.advance(toks(500, 503))
-        assert branch.advance(toks(600, 606), commit=False)
-        branch.check()
-        again = rig.start(ours)
-        assert len(again.tokens) == 16
-        again.check()
-        branch.check()
 
 
 @pytest.mark.parametrize("seeded", [(), (1,), (1, 3), (1, 2, 3, 4)])

@@ -170,16 +170,6 @@ def test_divergence_depth() -> None:
         assert inside.depths(rig.manager, other(0, 64))[:3] == (0, 0, 0)
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_depths_are_ordered(partial: bool) -> None:
-    """reused <= depth without snapshots <= divergence <= lookup, for every length from 1 to 128."""
-    with rig_of(partial) as rig:
-        rig.seed(toks(0, 112), chunk=28)
-        for length in range(1, 129):
-            found = inside.depths(rig.manager, toks(0, length))
-            assert found.reused <= found.before_hybrid <= found.divergence <= found.lookup == length
-
-
 def test_a_branch_needs_a_snapshot_where_it_leaves() -> None:
     """A snapshot only at 96: a sibling that leaves at 64 reuses nothing; after a commit at 64, the next one reuses 64."""
     with rig_of() as rig:

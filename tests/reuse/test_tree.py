@@ -134,15 +134,6 @@ class TestPageSlots:
         assert cache.give(block, 0, 2) is None
         assert block.pages == (None,)
 
-    def test_only_the_latest_snapshot_of_a_block_survives(self) -> None:
-        """The position of a snapshot is its coverage, and the widest wins."""
-        cache = Cache(8, FULL, SSM)
-        [block] = cache.store(toks(0, 8), snapshots=False)
-        for position in (2, 5, 4):
-            cache.give(block, 1, position)
-        assert coverage(block) == [8, 5]
-        assert [cache.probe(toks(0, n)) for n in (2, 5, 8)] == [0, 5, 5]
-
 
 class TestLoss:
     def test_a_lost_full_attention_page_takes_its_subtree(self) -> None:
@@ -331,20 +322,6 @@ class TestPins:
 
 
 class TestClear:
-    def test_empty_tree(self) -> None:
-        """Nothing to do, twice."""
-        cache = Cache(2, FULL)
-        cache.tree.clear()
-        cache.tree.clear()
-        assert cache.tree.roots() == []
-
-    def test_lone_root(self) -> None:
-        """A root without children is cleared like any other, and clear ends."""
-        cache = Cache(2, FULL)
-        cache.tree.root(EMPTY_SCOPE)
-        cache.tree.clear()
-        assert cache.tree.roots() == []
-
     def test_chains_branches_and_roots(self) -> None:
         """Clearing detaches all blocks, unlists all pages and removes every root."""
         cache = Cache(2, FULL)

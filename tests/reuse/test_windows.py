@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import inside
-from tests.support.models import KIB, MIB, Kind, attention, model, small
+from tests.support.models import KIB, Kind, attention, model, small
 from tests.support.rig import Rig, toks
 
 
@@ -67,20 +67,6 @@ def test_sinks_are_never_stale(window: int, sink: int, length: int) -> None:
             assert rig.blocks_mapped(request.cache) == [0, 1, 6, 7]
 
 
-@pytest.mark.parametrize("block", [0, 1])
-def test_losing_a_sink_page_ends_every_match_through_it(block: int) -> None:
-    """The page of a sink block is evicted first: nothing that begins with it matches any more."""
-    with Rig(small(16, kinds=[(8, 5)])) as rig:
-        rig.seed(toks(0, 32), priority=lambda ordinal, life_cycle: 1 if ordinal == block else 50)
-        assert rig.probe(toks(0, 32)) == 32
-        hog = rig.start()
-        assert hog.cache.resize(4 * rig.counts().free)
-        assert rig.probe(toks(0, 32)) == 32
-        one = rig.start()
-        assert one.cache.resize(4)
-        assert rig.probe(toks(0, 32)) == 4 * block
-
-
 @pytest.mark.parametrize("kinds", [["full", (8, 0)], [(8, 0)], ["full", (5, 4)], ["full", (9, 0), (4, 0)]])
 @pytest.mark.parametrize("late", [5, 12, 24])
 def test_late_commits_publish_what_waited(kinds: list[Kind], late: int) -> None:
@@ -126,27 +112,6 @@ def test_growth_uses_what_the_window_gives_up() -> None:
         request.check()
 
 
-@pytest.mark.parametrize("kept", ["left", "right", "none"])
-def test_a_page_of_another_life_cycle_keeps_its_block(kept: str) -> None:
-    """Two windowed life cycles; a block's page of one is evicted: it stays while the other's is there, else it goes, its empty
-    parents
-    with it, and the root."""
-    with Rig(model([attention(0, 512 * KIB, window=4), attention(1, MIB, window=5)], tokens_per_block=4, gpu=16 * MIB)) as rig:
-        rig.seed(toks(0, 8), priority=lambda ordinal, life_cycle: 50)
-        path = inside.tree_blocks(rig.manager, toks(0, 8))
-        assert len(path) == 2
-        for group in (0, 1) if kept == "none" else ((1,) if kept == "left" else (0,)):
-            pages = [inside.page_of(block, group) for block in path]
-            for page in reversed(pages):
-                assert page is not None
-                inside.drop(rig.manager, page)
-        if kept == "none":
-            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (0, 0)
-        else:
-            assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager)) == (2, 1)
-        assert rig.probe(toks(0, 8)) == 0
-
-
 @pytest.mark.parametrize(("first", "second"), [(80, 96), (33, 64), (1, 32), (95, 96), (64, 96)])
 def test_window_of_one_token(first: int, second: int) -> None:
     """The input token is the whole window: a stale window page that covers part of a block never limits a match."""
@@ -157,15 +122,3 @@ def test_window_of_one_token(first: int, second: int) -> None:
         again = rig.start(toks(0, second))
         assert again.advance(toks(700, 705))
         again.check()
-
-
-@pytest.mark.parametrize(("size", "window"), [(32, 8), (32, 1), (32, 33), (4, 8), (4, 7), (4, 9), (4, 1), (1, 3)])
-def test_where_a_window_slides(size: int, window: int) -> None:
-    """A block is live exactly while it holds one of the window - 1 positions before the history's end, or later ones."""
-    with Rig(model([attention(0, 16 * size, window=window)], tokens_per_block=size)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
-        for history in range(64):
-            assert cache.resize(history + 1, history)
-            live = [block for block in range(cache.num_blocks) if (block + 1) * size > history + 1 - window]
-            assert rig.blocks_mapped(cache) == live, history
