@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import commit_batch, resize_batch
+from kv_cache_manager_v2 import ConfigError, LogicError, commit_batch, resize_batch
 from tests.support.models import GRAIN, MIB, attention, model, small
-from tests.support.rig import Rig
+from tests.support.rig import Rig, toks
 
 
 @pytest.mark.parametrize("form", ["quick", "with a history", "batch"])
@@ -52,3 +52,22 @@ def test_a_committed_token_gives_scratch_back(form: str) -> None:
         assert after.range.end == first.range.end
         assert rig.counts().free == before + 1
         assert len(after.slot_ids) == len(first.slot_ids) - 1
+
+
+def test_an_error_of_a_batch_says_whose_it_is() -> None:
+    """Those before it are done, it and those behind it are as they were."""
+    with Rig(small(16), engine=False) as rig:
+        caches = [rig.manager.create_kv_cache(id=number) for number in (7, 8, 9)]
+        for cache in caches:
+            assert cache.resume(rig.stream)
+        caches[1].suspend()
+        with pytest.raises(LogicError, match=r"caches\[1\] \(id 8\): resize\(\) needs a cache that is ACTIVE"):
+            resize_batch(caches, [4, 4, 4])
+        assert [cache.capacity for cache in caches] == [4, 0, 0]
+        assert caches[1].resume()
+        assert resize_batch(caches, [4, 4, 4]) == 3
+        with pytest.raises(ConfigError, match=r"caches\[2\] \(id 9\): committing 5 tokens"):
+            commit_batch(caches, [1, [2], toks(0, 5)])
+        assert [cache.num_committed_tokens for cache in caches] == [1, 1, 0]
+        for cache in caches:
+            cache.close()

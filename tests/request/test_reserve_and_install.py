@@ -138,17 +138,6 @@ def test_there_is_no_scratch_descriptor_without_scratch_blocks() -> None:
         assert cache.get_scratch_desc(window) is None
 
 
-@pytest.mark.parametrize("tokens", [[True], [False], [1, 2, True]])
-def test_a_bool_is_no_token(tokens: list[int]) -> None:
-    with Rig(small(8), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
-        assert cache.resize(8)
-        with pytest.raises(ConfigError, match="bool"):
-            cache.commit(tokens)
-        assert cache.num_committed_tokens == 0
-
-
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_commit_that_the_device_refuses_commits_nothing(nth: int) -> None:
     """The blocks are another request's already, ready at different points of a stream that stands still: to adopt each of them the

@@ -1,0 +1,51 @@
+"""Lengths and tokens that are not plain ints: any integer type is taken, anything else refused, the same on both builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_cache_manager_v2 import ConfigError, commit_batch, resize_batch
+from tests.support.models import small
+from tests.support.rig import Rig
+
+
+def test_numpy_integers_are_lengths_and_ids() -> None:
+    """Engines keep lengths in arrays: single items and whole arrays are as good as ints."""
+    with Rig(small(16), engine=False) as rig:
+        caches = [rig.manager.create_kv_cache(id=np.int64(number)) for number in range(2)]
+        for cache in caches:
+            assert cache.resume(rig.stream)
+        assert [cache.id for cache in caches] == [0, 1]
+        assert caches[0].resize(np.int32(3))
+        assert caches[0].resize(np.int64(4), np.uint8(2))
+        assert type(caches[0].capacity) is int
+        assert type(caches[0].history_length) is int
+        arrays = np.array([8, 7]), np.array([4, 4]), np.array([5, 6])  # to a type checker no sequences, but taken as such
+        assert resize_batch(caches, arrays[0], arrays[1]) == 2
+        commit_batch(caches, arrays[2])
+        assert [cache.committed_tokens for cache in caches] == [[5], [6]]
+        commit_batch(caches, [*np.array([9, 8])])  # scalars, as a loop over drawn tokens gives them
+        commit_batch(caches, [np.array([3]), np.array([2, 1])])
+        assert [cache.committed_tokens for cache in caches] == [[5, 9, 3], [6, 8, 2, 1]]
+        for cache in caches:
+            cache.close()
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), np.float64(2), True, "3", b"3", [3]])
+def test_other_types_are_refused_with_the_value(value: Any) -> None:
+    """A float is no length, not even one that is whole; nothing changes."""
+    with Rig(small(16), engine=False) as rig:
+        cache = rig.create()
+        assert cache.resume(rig.stream)
+        assert cache.resize(4)
+        with pytest.raises(ConfigError, match="must be an integer"):
+            cache.resize(value)
+        with pytest.raises(ConfigError, match="must be an integer"):
+            cache.resize(None, value)
+        with pytest.raises(ConfigError, match="must be an integer"):
+            resize_batch([cache], [value])
+        assert (cache.capacity, cache.history_length) == (4, 0)
+        assert rig.manager.num_open_caches == 1
