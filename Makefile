@@ -144,7 +144,8 @@ hunt: $(ENV) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both bui
 	for build in interpreted compiled; do \
 	    hunt="env $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED)"; \
 	    (cd build/compiled && $$hunt --ops $(OPS) && $$hunt --count $(EVERY) && $$hunt --streams $(STREAMS) && \
-	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no) || exit 1; \
+	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no && \
+	        $$hunt --ops $$(($(OPS) / 50)) --per-run 500 --interrupts calls --faults no) || exit 1; \
 	done
 	cd build/compiled && build=interpreted && $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
 	    --ops 100000 --per-run 500 --interrupts places --faults no

@@ -301,10 +301,8 @@ class ThreadSchedule(Schedule):
         """Block while the transfer is made to hang; False if the device is closed first."""
         while transfer.held():
             with self.lock:
-                if self._closing:
-                    return False
-                if not transfer.held():
-                    break
+                if self._closing or not transfer.held():
+                    return not self._closing
                 ticket = self._hanging.enter()
             self._hanging.sleep(ticket, LONGEST_SLEEP_S)
         return True

@@ -15,8 +15,8 @@ from kv_cache_manager_v2 import build_info
 from tests.hunt.base import Found
 from tests.hunt.counting import every, pairs, run, workload
 from tests.hunt.hunter import Hunter
-from tests.hunt.interrupts import InterruptedHunter, Places, Source, Timer, follow
-from tests.hunt.setups import MODELS, SCHEDULES, draw
+from tests.hunt.interrupts import Calls, InterruptedHunter, Places, Source, Timer, follow
+from tests.hunt.setups import MODELS, SCHEDULES, Setup, draw
 from tests.hunt.streams import growth, serve
 
 
@@ -36,7 +36,7 @@ def main() -> int:
         "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the points"
     )
     parser.add_argument("--streams", type=int, default=0, help="instead, serve so many requests, each with a stream of its own")
-    parser.add_argument("--interrupts", choices=("timer", "places"), default=None, help="interrupt calls at random")
+    parser.add_argument("--interrupts", choices=("timer", "places", "calls"), default=None, help="interrupt calls at random")
     parser.add_argument("--lenient", action="store_true", help="take over lengths that a refused call has changed")
     options = parser.parse_args()
     warnings.simplefilter("ignore", ResourceWarning)
@@ -54,9 +54,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvcm-hunt-") as folder:
         while done < options.ops:
             schedule = schedules[seed % len(schedules)]
-            setup = draw(seed, schedule, options.model, faults, **dict.fromkeys(options.without, False))
+            without = dict.fromkeys(options.without, False)
+            if options.interrupts == "calls":
+                without["handles_return"] = False  # one device in front of the emulated one
+            setup = draw(seed, schedule, options.model, faults, **without)
             size = min(options.per_run, options.ops - done)
-            source = interrupts(options.interrupts, seed, size)
+            source = interrupts(options.interrupts, setup, size)
             hunter = Hunter(setup, folder) if source is None else InterruptedHunter(setup, folder, source)
             hunter.lenient = options.lenient
             try:
@@ -78,11 +81,13 @@ def main() -> int:
     return 1 if findings else 0
 
 
-def interrupts(kind: str | None, seed: int, operations: int) -> Source | None:
+def interrupts(kind: str | None, setup: Setup, operations: int) -> Source | None:
     """Where the interrupts of a run come from."""
-    rng = random.Random(f"interrupts {seed}")
+    rng = random.Random(f"interrupts {setup.seed}")
     if kind == "timer":
         return Timer(lambda: rng.random() ** 2 * 0.001 if rng.random() < 0.2 else 0.0)
+    if kind == "calls":
+        return Calls(rng.sample(range(10 * operations), max(1, operations // 20)), setup)
     if kind == "places":
         return Places(rng.sample(range(100 * operations), 3))
     return None

@@ -149,6 +149,10 @@ class Hunter(WholeManager):
         for stream in self.streams:
             self.own.destroy_stream(stream)
         self.own.synchronize()
+        self.close_device()
+
+    def close_device(self) -> None:
+        """Nothing is left on the device."""
         self.device.close()
 
     def shut_down(self) -> None:

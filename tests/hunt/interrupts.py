@@ -3,12 +3,13 @@
 Rule: after an interrupt the manager works, or says that it is poisoned; a call that was interrupted has happened or not. No later
 call hangs, and no byte is wrong. The engine closes the request whose call was interrupted.
 
-Two sources. A timer's signal, on both builds. A profiler that counts the places of the package at which a signal can be handled, on
-the interpreted build: any of them can be chosen, and a finding comes again.
+Three sources. A timer's signal. Calls of the driver, which are carried out and then interrupted: any of them can be chosen, and a
+finding comes again. The same for the places of the package at which a signal can be handled, on the interpreted build.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 import kv_cache_manager_v2
-from kv_cache_manager_v2 import CacheStatus, KVCacheError
+from kv_cache_manager_v2 import CacheStatus, EmulatedDriver, KVCacheError, LogicError
 from kv_cache_manager_v2.emulated.streams import CallOperation
 from tests.hunt import memory
 from tests.hunt.base import Found
 from tests.hunt.hunter import Hunter
 from tests.hunt.requests import Request
 from tests.hunt.setups import Setup
+from tests.support.drivers import refusing_device
 
 T = TypeVar("T")
 
@@ -146,11 +148,29 @@ class Places(Source):
             raise KeyboardInterrupt
 
 
+class Calls(Source):
+    """Calls of the driver, by number: each is carried out, and the interrupt comes before it returns."""
+
+    def __init__(self, numbers: list[int], setup: Setup) -> None:
+        self.device = refusing_device(EmulatedDriver(setup.schedule, setup.seed, setup.transfer_timeout))
+        self.device.after = True
+        self.device.orders = [(number, number + 1, KeyboardInterrupt) for number in numbers]
+
+    def arm(self) -> None:
+        self.device.counting = True
+
+    def disarm(self) -> None:
+        self.device.counting = False
+
+    def describe(self) -> str:
+        return f"; interrupted {len(self.device.refused)} times, at last after {self.device.refused[-3:]}"
+
+
 class InterruptedHunter(Hunter):
     """The engine, with interrupts in what `attempt` calls."""
 
     def __init__(self, setup: Setup, folder: str, source: Source) -> None:
-        super().__init__(setup, folder)
+        super().__init__(setup, folder, source.device if isinstance(source, Calls) else None)
         self.source = source
         self.interrupting = True
         self.wary = True
@@ -207,6 +227,14 @@ class InterruptedHunter(Hunter):
         self.interrupting = False
         self.source.disarm()
         super().end()
+
+    def close_device(self) -> None:
+        """The manager cannot know of an object that a driver's call has made, if the interrupt came before the call returned."""
+        left = [leak for leak in self.device.leaks() if not leak.startswith(("event", "stream", "chunk"))]
+        if left:
+            raise Found(f"left on the device: {left}")
+        with contextlib.suppress(LogicError):
+            self.device.close()
 
 
 def _bury(hunter: InterruptedHunter) -> None:
