@@ -52,10 +52,13 @@ def commit_one(request: Request, token: int, point: Point) -> None:
     if after % request.tokens_per_block == 0:
         existing = existing_parent(request)
         if existing is not None and existing.children is not None and existing.attached and request.adopts:
-            _wait_for_existing(request, existing, [tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little")])
+            found = request.shared.tree.find(existing, tail.getvalue() + token.to_bytes(TOKEN_BYTES, "little"))
+            if found is not None:
+                _wait_for_pages(request, found, NULL_POINT)
+        stale = _stale_ranges(request, history)
         parent = parent_of(request)
         write_i32_le(tail, word)
-        _set_tip(request, _install_block(request, parent, tail.getvalue(), history, point))
+        _set_tip(request, _install_block(request, parent, tail.getvalue(), stale, point))
         tail.truncate(0)
     else:
         write_i32_le(tail, word)
@@ -81,34 +84,36 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
         priority = request.page_priority((after - 1) // size, request.recurrent.life_cycle)
     first = len(request.path)
     full = after // size
-    blocks = _block_data(request, tokens, full)
-    tail = _tail_data(request, tokens, full)
+    rest = _rest(request, tokens, full)
     point = NULL_POINT
     if full > first or history >= request.next_stale or request.scratch or is_end:
         point = request.shared.timeline.record(request.stream)
     end = existing_parent(request)
-    if blocks and end is not None and end.attached:
-        end = _wait_for_existing(request, end, blocks)
-    snapshot = Snapshot(request, full, after, _last_beam(request, beams), priority)
+    if full > first and end is not None and end.attached:
+        end = _wait_for_existing(request, end, tokens, full)
+    snapshot: Snapshot | None = None
     if snapshots:
+        snapshot = Snapshot(request, full, after, _last_beam(request, beams), priority)
         with snapshot:
-            snapshot.copy(end, tail)
+            snapshot.copy(end, request.tail.getvalue() + rest if full == first else rest)
     if request.published is not None:
         publication.set_computed(request, history, point)
     _tell_names(request, tokens)
-    _install_blocks(request, blocks, history, point, beams)
+    if full > first:
+        _install_blocks(request, tokens, full, history, point, beams)
     if request.width > 1:
         request.tail_beam = beams[-1]
         request.last_beam = _last_beam(request, beams)
     if tokens.digests:
         request.has_digests = True
-    request.tail.truncate(0)
-    request.tail.write(tail)
+    if full > first:
+        request.tail.truncate(0)
+    request.tail.write(rest)
     request.committed = after
     if history > request.history:
         advance_history(request, history, point)
     _release_stale(request, first)
-    if snapshots:
+    if snapshot is not None:
         snapshot.install()
     if is_end:
         stop_committing(request, True, point)
@@ -134,25 +139,25 @@ def commit_ahead(request: Request, tokens: TokenSequence) -> None:
     first = len(request.path)
     after = request.committed + tokens.num_tokens
     full = after // size
-    blocks = _block_data(request, tokens, full)
-    tail = _tail_data(request, tokens, full)
+    rest = _rest(request, tokens, full)
     published = request.published
     if published is None:
         published = publication.Publication(request.stream, first)
     point = NULL_POINT
-    if blocks and request.history >= published.next_end(size):
+    if full > first and request.history >= published.next_end(size):
         point = request.shared.timeline.record(request.stream)
     _tell_names(request, tokens)
     request.published = published
-    if blocks:
+    if full > first:
         parent = parent_of(request)
-        for data in blocks:
-            parent = _install_ahead(request, published, parent, data)
+        for ordinal in range(first, full):
+            parent = _install_ahead(request, published, parent, _block_data(request, tokens, ordinal))
         _set_tip(request, parent)
     if tokens.digests:
         request.has_digests = True
-    request.tail.truncate(0)
-    request.tail.write(tail)
+    if full > first:
+        request.tail.truncate(0)
+    request.tail.write(rest)
     request.committed = after
     publication.set_computed(request, request.history, point)
     if request.published is not None:
@@ -189,64 +194,78 @@ def _tell_names(request: Request, tokens: TokenSequence) -> None:
             listener.item_named(digest, uuid)
 
 
-def _block_data(request: Request, tokens: TokenSequence, full: int) -> list[bytes]:
-    """The packed tokens of each block that becomes full."""
+def _block_data(request: Request, tokens: TokenSequence, ordinal: int) -> bytes:
+    """The packed tokens of a block that becomes full. The first one begins with the committed tail."""
     size = request.tokens_per_block
-    blocks: list[bytes] = []
-    pending = request.tail.getvalue()
-    for ordinal in range(len(request.path), full):
-        start = ordinal * size - request.committed
-        data = tokens.slice_bytes(max(start, 0), start + size)
-        blocks.append(pending + data if pending else data)
-        pending = b""
-    return blocks
+    start = ordinal * size - request.committed
+    if start >= 0:
+        return tokens.slice_bytes(start, start + size)
+    return request.tail.getvalue() + tokens.slice_bytes(0, start + size)
 
 
-def _tail_data(request: Request, tokens: TokenSequence, full: int) -> bytes:
-    """The packed tokens after the first `full` blocks."""
-    tail = request.tail.getvalue() if full == len(request.path) else b""
-    return tail + tokens.slice_bytes(max(full * request.tokens_per_block - request.committed, 0), tokens.num_tokens)
+def _rest(request: Request, tokens: TokenSequence, full: int) -> bytes:
+    """The packed new tokens that follow the first `full` blocks."""
+    return tokens.slice_bytes(max(full * request.tokens_per_block - request.committed, 0), tokens.num_tokens)
 
 
-def _wait_for_existing(request: Request, parent: Block, blocks: list[bytes]) -> Block | None:
+def _wait_for_existing(request: Request, parent: Block, tokens: TokenSequence, full: int) -> Block | None:
     """Make the stream wait for GPU pages of identical cached blocks, which the request may adopt.
 
     Returns the cached block of the last tokens; None if it is not cached. Changes nothing else.
     """
-    timeline = request.shared.timeline
-    tree = request.shared.tree
+    node = parent
     waited = NULL_POINT
-    node: Block | None = parent
-    for data in blocks:
-        node = tree.find(node, data) if node is not None else None
-        if node is None:
+    for ordinal in range(len(request.path), full):
+        if node.children is None:
             return None
-        page = node.first
-        while page is not None:
-            if page.level == 0 and request.adopts and node.num_pending_loads == 0 and page.ready != waited:
-                waited = page.ready
-                timeline.wait(request.stream, waited)
-            page = page.next_in_block
+        existing = request.shared.tree.find(node, _block_data(request, tokens, ordinal))
+        if existing is None:
+            return None
+        node = existing
+        if request.adopts:
+            waited = _wait_for_pages(request, node, waited)
     return node
 
 
-def _install_blocks(request: Request, blocks: list[bytes], history: int, point: Point, beams: list[int]) -> None:
-    """Add blocks to the tree after the tip, with the request's pages or cached ones.
+def _wait_for_pages(request: Request, block: Block, waited: Point) -> Point:
+    """Make the stream wait for the pages of a cached block on the GPU. `waited` is the latest point that it waits for."""
+    page = block.first
+    while page is not None:
+        if page.level == 0 and block.num_pending_loads == 0 and page.ready != waited:
+            waited = page.ready
+            request.shared.timeline.wait(request.stream, waited)
+        page = page.next_in_block
+    return waited
+
+
+def _install_blocks(request: Request, tokens: TokenSequence, full: int, history: int, point: Point, beams: list[int]) -> None:
+    """Add the blocks before ordinal `full` to the tree after the tip, with the request's pages or cached ones.
 
     If the path has left the tree, further blocks stay outside the tree too.
     """
-    if not blocks:
-        return
+    stale = _stale_ranges(request, history)
     parent = parent_of(request)
-    for number, data in enumerate(blocks):
+    first = len(request.path)
+    for ordinal in range(first, full):
         if beams:
-            request.keep_beam(len(request.path), beams[number], point)
-        parent = _install_block(request, parent, data, history, point)
+            request.keep_beam(ordinal, beams[ordinal - first], point)
+        parent = _install_block(request, parent, _block_data(request, tokens, ordinal), stale, point)
     _set_tip(request, parent)
 
 
-def _install_block(request: Request, parent: Block, data: bytes, history: int, point: Point) -> Block:
-    """Add the request's next full block after `parent`. Returns the block after which the following one goes."""
+def _stale_ranges(request: Request, history: int) -> list[tuple[int, int]] | None:
+    """The stale range of each table of beam 0 at this history; None if no block to commit is stale then."""
+    needed = history >= request.next_stale
+    for table in request.main_tables:
+        needed = needed or table.stale_end > max(table.stale_start, len(request.path))
+    return [table.life_cycle.stale(history) for table in request.main_tables] if needed else None
+
+
+def _install_block(request: Request, parent: Block, data: bytes, stale: list[tuple[int, int]] | None, point: Point) -> Block:
+    """Add the request's next full block after `parent`. Returns the block after which the following one goes.
+
+    `stale` is the result of `_stale_ranges` at the new history.
+    """
     tree = request.shared.tree
     ordinal = len(request.path)
     if not parent.attached:
@@ -255,7 +274,7 @@ def _install_block(request: Request, parent: Block, data: bytes, history: int, p
     block, outcome = tree.insert(parent, data, request.tokens_per_block)
     if outcome == BLOCK_NEW and request.loads is not None:
         request.loads.add(tree, block)
-    _install_pages(request, block, ordinal, outcome, history, point)
+    _install_pages(request, block, ordinal, outcome, stale, point)
     request.path.append(block)
     return block
 
@@ -269,14 +288,16 @@ def _set_tip(request: Request, block: Block) -> None:
     request.tip = block
 
 
-def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, history: int, point: Point) -> None:
+def _install_pages(
+    request: Request, block: Block, ordinal: int, outcome: int, stale_ranges: list[tuple[int, int]] | None, point: Point
+) -> None:
     """Decide for each page of a full block whether the request's or the cached one is kept. O(layer groups)."""
     shared = request.shared
     size = request.tokens_per_block
     given: Page | None = None  # the first page for the block ...
     more: list[Page] | None = None  # ... and all of them if there are several: a list for one takes a tenth of the commit's time
     theirs = block.first  # pages are listed by life cycle, as tables are
-    for table in request.main_tables:
+    for number, table in enumerate(request.main_tables):
         while theirs is not None and theirs.life_cycle < table.index:
             theirs = theirs.next_in_block
         present = theirs if theirs is not None and theirs.life_cycle == table.index else None
@@ -284,8 +305,8 @@ def _install_pages(request: Request, block: Block, ordinal: int, outcome: int, h
         if page is None or page.lost or not may_be_given(page, block, size):
             continue
         stale = False
-        if history >= request.next_stale or table.stale_start <= ordinal < table.stale_end:
-            start, end = table.life_cycle.stale(history)
+        if stale_ranges is not None:
+            start, end = stale_ranges[number]
             stale = start <= ordinal < end
         if stale and shared.commit_min_snapshot:
             continue  # released when the history advances
@@ -394,7 +415,7 @@ def _publish_tail(request: Request, point: Point) -> Block:
 
 def _publish_state(request: Request, block: Block, point: Point) -> None:
     """Add the live recurrent state to the tree, as the snapshot at the end of the committed tokens."""
-    recurrent = request.last_recurrent()
+    recurrent = request.recurrent_of(request.last_beam)
     if recurrent is None or recurrent.page is None or recurrent.borrowed or recurrent.page.lost:
         return
     page = recurrent.page

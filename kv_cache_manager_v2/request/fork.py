@@ -86,14 +86,14 @@ def _mark_written(request: Request, point: Point) -> None:
 
 def _await_source(request: Request, twin: Request) -> None:
     """Make the fork depend on the file transfers in flight that load the source of its recurrent state."""
-    recurrent = request.last_recurrent()
+    recurrent = request.recurrent_of(request.last_beam)
     if recurrent is not None and recurrent.page is not None and recurrent.page.transfers > 0:
         twin.await_page(recurrent.page)
 
 
 def _copy_state(request: Request) -> Page | None:
     """Copy the live recurrent state to the warmest level that has a slot for it."""
-    recurrent = request.last_recurrent()
+    recurrent = request.recurrent_of(request.last_beam)
     if recurrent is None or recurrent.page is None:
         return None
     if recurrent.page.lost:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from operator import index
-from typing import TYPE_CHECKING, Final, SupportsIndex
+from typing import TYPE_CHECKING, Final, SupportsIndex, cast
 
 from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
@@ -145,9 +145,9 @@ class Request:
             return []
         return [self.recurrent, *self.more_recurrent]
 
-    def last_recurrent(self) -> RecurrentState | None:
-        """The recurrent state of the beam of the last committed token."""
-        return self.recurrent_states()[self.last_beam] if self.recurrent is not None else None
+    def recurrent_of(self, beam: int) -> RecurrentState | None:
+        """The recurrent state of a beam; None without recurrent layers."""
+        return self.recurrent if beam == 0 or self.recurrent is None else self.more_recurrent[beam - 1]
 
     def live_pages(self) -> list[Page]:
         """The pages that the next step may read, from the last block to the first, then recurrent states. O(live blocks).
@@ -156,9 +156,8 @@ class Request:
         """
         live: list[Page] = []
         tables = self.tables
-        if len(tables) == 1:  # the common case: a plain loop over one list
-            tables[0].add_live_pages(live)
-            live.reverse()
+        if len(tables) == 1 and tables[0].stale_start >= tables[0].stale_end:  # the common case: one run
+            self._add_run(live, tables[0].pages, 0, self.num_blocks)
         else:
             self._add_live_pages(live)
         for recurrent in self.recurrent_states():
@@ -167,10 +166,10 @@ class Request:
         return live
 
     def _add_live_pages(self, live: list[Page]) -> None:
-        """Add the live pages of several tables, from the last block to the first.
+        """Add the live pages of all tables, from the last block to the first.
 
-        Between two ends of stale ranges the same tables are live. A run with one live table is a plain loop: most of a long prompt
-        where the other tables have windows.
+        Between two ends of stale ranges the same tables are live. A run with one live table is a slice of its pages: most of a long
+        prompt where the other tables have windows.
         """
         ends: set[int] = {0, self.num_blocks}
         for table in self.tables:
@@ -183,9 +182,7 @@ class Request:
                 if not table.stale_start <= first < table.stale_end:
                     columns.append(table.pages)
             if len(columns) == 1:
-                for page in reversed(columns[0][first:after]):
-                    if page is not None:
-                        live.append(page)
+                self._add_run(live, columns[0], first, after)
             elif columns:  # a run that is stale in every table costs nothing
                 for ordinal in range(after - 1, first - 1, -1):
                     for pages in columns:
@@ -193,6 +190,19 @@ class Request:
                         if page is not None:
                             live.append(page)
             after = first
+
+    def _add_run(self, live: list[Page], pages: list[Page | None], first: int, after: int) -> None:
+        """Add the pages of blocks first .. after - 1 of one table, the last one first."""
+        run = pages[first:after]
+        run.reverse()
+        if self.has_gaps():
+            live.extend([page for page in run if page is not None])
+        else:
+            live.extend(cast("list[Page]", run))  # without a look at each page: a fifth of the time of suspend and resume
+
+    def has_gaps(self) -> bool:
+        """Whether live blocks may have no page: scratch blocks, and blocks that further beams share with beam 0."""
+        return self.shared.scratch or len(self.tables) > len(self.main_tables)
 
     def holds_scratch(self) -> bool:
         for table in self.main_tables:  # noqa: SIM110 (as a loop: any() would make a generator)

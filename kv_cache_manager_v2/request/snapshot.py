@@ -50,7 +50,7 @@ class Snapshot:
             return
         if self.covered > 0:
             self._copy_partial_block(target)
-        recurrent = request.recurrent_states()[self.beam] if request.recurrent is not None else None
+        recurrent = request.recurrent_of(self.beam)
         if recurrent is not None and recurrent.page is not None:
             coverage = self.covered if self.covered > 0 else request.tokens_per_block
             if not self._copy_page(target, recurrent.page, coverage, self.priority, True):

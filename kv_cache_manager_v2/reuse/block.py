@@ -118,9 +118,9 @@ class Block(Leaf):
         else:
             before.next_in_block = page
 
-    def put_pages(self, pages: list[Page]) -> list[Page]:
-        """Add pages, in ascending order of life cycles. Returns the pages that they replace. O(life cycles)."""
-        replaced: list[Page] = []
+    def put_pages(self, pages: list[Page]) -> list[Page] | None:
+        """Add pages, in ascending order of life cycles. Returns the pages that they replace; None for none. O(life cycles)."""
+        replaced: list[Page] | None = None  # a list for each new block would take 3 % of the time of a commit
         before: Page | None = None
         after = self.first
         for page in pages:
@@ -132,6 +132,8 @@ class Block(Leaf):
                 after = page.next_in_block
                 continue
             if after is not None and after.life_cycle == page.life_cycle:
+                if replaced is None:
+                    replaced = []
                 replaced.append(after)
                 rest = after.next_in_block
                 after.next_in_block = None

@@ -147,8 +147,13 @@ class RadixTree:
 
     def find(self, parent: Block, tokens: bytes) -> Block | None:
         """The child of `parent` that has these packed tokens or begins with them: what `insert` would find. Changes nothing."""
-        found = self.find_related(parent, tokens)
-        return found if found is not None and len(found.tokens) >= len(tokens) else None
+        children = parent.children
+        if children is None:
+            return None
+        found = as_block(sibling_trie.nearest(children, tokens, 0, len(tokens)))
+        if len(found.tokens) > len(tokens):
+            return found if found.tokens[: len(tokens)] == tokens else None
+        return found if found.tokens == tokens else None
 
     def find_related(self, parent: Block, tokens: bytes) -> Block | None:
         """As `find`; failing that, the child that these tokens continue, which `insert` would replace. Changes nothing."""
@@ -240,8 +245,10 @@ class RadixTree:
         if not block.attached:
             return
         assert 0 < coverage <= block.num_tokens, (coverage, block.num_tokens)
-        for old in block.put_pages(pages):
-            self.keeper.unlist(old)
+        replaced = block.put_pages(pages)
+        if replaced is not None:
+            for old in replaced:
+                self.keeper.unlist(old)
         for page in pages:
             self.keeper.adopt(page, block, coverage)
         self._recount(block)
