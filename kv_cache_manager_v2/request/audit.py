@@ -115,6 +115,7 @@ def _check_state(request: Request) -> None:
         assert table.life_cycle.next_stale_change(request.history) >= request.next_stale
         entries = table.row.values()
         for ordinal, page in enumerate(table.pages):
+            assert page is not None or not table.is_live(ordinal) or request.has_gaps(), "a live block has no page"
             live = page is not None and request.status == ACTIVE and table.is_live(ordinal)
             if live and page is not None:
                 assert page.level == 0, page.level

@@ -102,7 +102,9 @@ def advance_history(request: Request, history: int, point: Point) -> None:
 
     `point` is the end of the request's work on them.
     """
-    for item in leaving_windows(request, history):
+    leaving = leaving_windows(request, history)
+    _blank_entries(leaving)
+    for item in leaving:
         item.table.leave(item.ordinal, item.stays_held, point)
     if request.scratch:
         scratch.trim(request, scratch.spans(request, history, request.capacity), point)
@@ -150,6 +152,19 @@ def leaving_windows(request: Request, history: int) -> list[Leaving]:
                 whole = history <= request.capacity or (ordinal + 1) * request.tokens_per_block <= request.capacity
                 leaving.append(Leaving(table, ordinal, page, whole and request.waits_for_commit(ordinal)))
     return leaving
+
+
+def _blank_entries(leaving: list[Leaving]) -> None:
+    """Blank the entries of blocks that lose their pages. A run of blocks costs as much as one block."""
+    first = 0
+    for following in range(1, len(leaving) + 1):
+        last = leaving[following - 1]
+        if following < len(leaving):
+            item = leaving[following]
+            if item.table is last.table and item.ordinal == last.ordinal + 1:
+                continue
+        last.table.row.blank_range(leaving[first].ordinal, last.ordinal + 1)
+        first = following
 
 
 class _Change:
@@ -293,6 +308,7 @@ class _Change:
         """Change the tables and the lengths."""
         request = self.request
         publication.set_computed(request, self.history, point)
+        _blank_entries(self.leaving)
         for item in self.leaving:
             if item.reused:
                 item.table.take(item.ordinal)

@@ -14,9 +14,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, cast
 
-from librt.strings import BytesWriter, write_i32_le
-from mypy_extensions import i32
-
 from kv_cache_manager_v2.buffers import writable_integers
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
@@ -32,20 +29,12 @@ def bad_run(length: int) -> array[int]:
     return array("i", [BAD_PAGE_INDEX]) * length
 
 
-class SlotWriter:
-    """Collects the entries of a row in a byte buffer, which compiled code fills faster than an array."""
-
-    def __init__(self) -> None:
-        self._words = BytesWriter()
-
-    def add(self, value: int) -> None:
-        write_i32_le(self._words, i32(value))
-
-    def values(self) -> array[int]:
-        entries = array("i", self._words.getvalue())
-        if _BIG_ENDIAN:
-            entries.byteswap()
-        return entries
+def entries_of(words: bytes) -> array[int]:
+    """Entries from little-endian words of 32 bits."""
+    entries = array("i", words)
+    if _BIG_ENDIAN:
+        entries.byteswap()
+    return entries
 
 
 class TableVersion:
@@ -156,8 +145,24 @@ class PageIndexRow:
 
     def blank_range(self, start: int, end: int) -> None:
         """Set the entries of blocks start .. end - 1 to BAD_PAGE_INDEX."""
-        for ordinal in range(start, min(end, self.length)):
-            self.set(ordinal, BAD_PAGE_INDEX)
+        end = min(end, self.length)
+        if end - start == 1:
+            self.set(start, BAD_PAGE_INDEX)
+        elif start < end:
+            self._blank_several(start, end)
+
+    def _blank_several(self, start: int, end: int) -> None:
+        blanks = bad_run(end - start)
+        buffer = self.buffer
+        if buffer is None:
+            if self.own[start:end] == blanks:
+                return
+            self.own[start:end] = blanks
+        else:
+            if buffer[start:end] == memoryview(blanks):
+                return
+            buffer[start:end] = memoryview(blanks)
+        self._changed()
 
     def values(self) -> array[int]:
         """A copy of the entries, one per block."""

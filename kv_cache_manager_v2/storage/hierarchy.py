@@ -210,12 +210,12 @@ class Hierarchy(PageKeeper):
 
     def _later(self, first: Point, second: Point) -> Point:
         """As `Timeline.merge`. Caches the latest result, since pages of a request mostly have equal points."""
+        if first == self._merged_first and second == self._merged_second:
+            return self._merged
         if first == NULL_POINT:
             return second
         if second == NULL_POINT:
             return first
-        if first == self._merged_first and second == self._merged_second:
-            return self._merged
         self._merged_second = NULL_POINT  # an interrupt from here on leaves no answer
         self._merged_first = first
         self._merged = self.timeline.merge(first, second)

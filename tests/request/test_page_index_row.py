@@ -62,7 +62,7 @@ def test_the_version_changes_exactly_when_an_entry_or_the_array_does(seed: int, 
         before = (list(row.live())[: row.length], id(row.live()), row.length)
         version = row.version
         values = array("i", [rng.choice([BAD_PAGE_INDEX, 3]) for _ in range(rng.randrange(4))])
-        act = rng.randrange(7)
+        act = rng.randrange(8)
         if act == 0 and row.length < 50:
             row.append(rng.choice([BAD_PAGE_INDEX, 3]))
         elif act == 1 and row.length < 50:
@@ -75,7 +75,10 @@ def test_the_version_changes_exactly_when_an_entry_or_the_array_does(seed: int, 
             row.blank()
         elif act == 5 and row.length > 0:
             row.set(rng.randrange(row.length), rng.choice([BAD_PAGE_INDEX, 3]))
-        elif act == 6 and not attached:
+        elif act == 6:
+            start = rng.randrange(row.length + 1)
+            row.blank_range(start, start + rng.randrange(4))
+        elif act == 7 and not attached:
             views.append((memoryview(row.live()), list(row.live())))  # type: ignore[arg-type]
             del views[:-3]
         after = (list(row.live())[: row.length], id(row.live()), row.length)
@@ -83,6 +86,20 @@ def test_the_version_changes_exactly_when_an_entry_or_the_array_does(seed: int, 
             assert row.version > version, (act, before, after)
         if before[0] == after[0] and before[1:] == after[1:]:
             assert row.version == version, (act, before, after)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (1, 2), (1, 4), (2, 9), (5, 7)])
+def test_a_range_is_blanked_as_far_as_there_are_blocks(start: int, end: int, attached: bool) -> None:
+    row = row_of(1, 2, 3, 4, 5)
+    if attached:
+        row.attach(array("i", bad_run(8)))
+    view = memoryview(row.live())  # type: ignore[arg-type]
+    row.blank_range(start, end)
+    expected = [BAD_PAGE_INDEX if start <= ordinal < end else ordinal + 1 for ordinal in range(5)]
+    assert list(row.values()) == expected
+    assert list(view)[:5] == expected  # in place
+    assert row.length == 5
 
 
 def test_attaching_and_detaching_change_the_version() -> None:
