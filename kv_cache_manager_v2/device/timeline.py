@@ -63,7 +63,24 @@ class Timeline:
         self._sweep_at = min(64, most_outstanding)  # number of joins at which complete ones are removed
         self._last_pair: tuple[Point, Point] = (NULL_POINT, NULL_POINT)  # the latest join's points, and the join:
         self._last_join: Point = NULL_POINT  # pages of a batch with the same two points share one join
+        self._in_call = False
+        self._identified: Line | None = None  # in a call: the line whose stream was identified last
         self._closed = False
+
+    # --- calls
+
+    def begin_call(self) -> None:
+        """From here to `end_call`, no handle passes to another stream: the driver is asked once for the identity of a stream.
+
+        A caller keeps the streams of a call alive until the call returns.
+        """
+        self._in_call = True
+        self._identified = None
+
+    def end_call(self) -> None:
+        """End what `begin_call` began."""
+        self._in_call = False
+        self._identified = None
 
     # --- points
 
@@ -234,11 +251,13 @@ class Timeline:
     def _line_of(self, stream: Stream) -> Line | None:
         """The line of the present stream with this handle; None if it has no line yet or cannot be identified."""
         line = self._by_stream.get(stream)
-        if line is None or line.identity < 0:
+        if line is None or line.identity < 0 or line is self._identified:
             return line
         identities = self._identities
         if identities is None or identities.stream_identity(stream) != line.identity:
             return None
+        if self._in_call:
+            self._identified = line
         return line
 
     def _assign(self, line: Line, stream: Stream, identity: int) -> None:

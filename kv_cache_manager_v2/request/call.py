@@ -52,6 +52,7 @@ class Call:
         if shared.running or shared.refusal:
             _admit(shared, self._name)
         shared.running = self._name
+        shared.timeline.begin_call()
         if shared.ledger.enabled:  # slot counts do not change between calls
             shared.ledger.update_peaks()
         if (
@@ -65,11 +66,13 @@ class Call:
             try:
                 self._closed = _run_deferred_work(shared)
             except BaseException as error:
+                shared.timeline.end_call()
                 _leave(shared, error)
                 raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         shared = self._shared
+        shared.timeline.end_call()
         if error is not None or shared.debug:
             _leave(shared, error)
         else:

@@ -197,3 +197,46 @@ def test_points_of_a_forgotten_stream_stay_good() -> None:
     assert scene.timeline.done(point)
     assert scene.timeline.merge(point, NULL_POINT) == NULL_POINT
     scene.close()
+
+
+def test_a_call_asks_once_for_the_identity_of_a_stream() -> None:
+    """Until the call ends, a handle means one stream. After it, a stream that got the handle is told apart."""
+    scene = Scene("eager", True)
+    asked: list[int] = []
+    identity = scene.driver.stream_identity
+
+    class Counting(type(scene.driver)):  # type: ignore[misc]  # a class made at run time
+        def stream_identity(self, handle: int) -> int:
+            asked.append(handle)
+            return int(identity(handle))
+
+    scene.driver.__class__ = Counting
+    stream = scene.driver.create_stream()
+    scene.timeline.record(stream)
+    asked.clear()
+    scene.timeline.begin_call()
+    points = [scene.timeline.record(stream) for _i in range(3)]
+    scene.timeline.end_call()
+    assert asked == [stream]
+    assert len({point >> SEQUENCE_BITS for point in points}) == 1
+    scene.driver.destroy_stream(stream)
+    assert scene.driver.create_stream() == stream
+    scene.timeline.begin_call()
+    point = scene.timeline.record(stream)
+    scene.timeline.end_call()
+    assert point >> SEQUENCE_BITS != points[0] >> SEQUENCE_BITS
+    scene.close()
+
+
+def test_outside_of_calls_a_handle_is_never_trusted() -> None:
+    scene = Scene("eager", True)
+    old = scene.driver.create_stream()
+    scene.timeline.begin_call()
+    before = scene.timeline.record(old)
+    scene.timeline.record(old)
+    scene.timeline.end_call()
+    scene.driver.destroy_stream(old)
+    assert scene.driver.create_stream() == old
+    after = scene.timeline.record(old)
+    assert after >> SEQUENCE_BITS != before >> SEQUENCE_BITS
+    scene.close()
