@@ -121,6 +121,8 @@ def real(value: object, name: str) -> float:
     """Any number except a bool, as a float. NaN is accepted: the caller checks the range."""
     if type(value) is float:
         return value
+    if type(value) is int and abs(value) < WORD_LIMIT:  # testing for the protocol takes some microseconds
+        return float(value)
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
         try:
             return float(value)

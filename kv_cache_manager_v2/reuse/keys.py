@@ -117,11 +117,23 @@ class BlockKeys(ABC):
 class Blake3Keys(BlockKeys):
     """BLAKE3, 256 bits: the default. Tokens are hashed as they are packed, so no two blocks share a key."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._spare: list[blake3] = []  # a hasher that no thread uses: making one takes longer than hashing a block
+
     def digest(self, data: bytes) -> bytes:
-        return blake3(data).digest()
+        try:
+            hasher = self._spare.pop()
+        except IndexError:  # the first digest, or another thread computes one
+            hasher = blake3()
+        hasher.update(data)
+        key = hasher.digest()
+        hasher.reset()
+        self._spare.append(hasher)
+        return key
 
     def block_key(self, parent_key: bytes, tokens: bytes) -> bytes:
-        return blake3(parent_key + tokens).digest()
+        return self.digest(parent_key + tokens)
 
     def prefix_keys(self, parent_key: bytes, tokens: bytes, ends: list[int]) -> list[bytes]:
         keys: list[bytes] = []

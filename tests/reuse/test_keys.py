@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -249,3 +250,24 @@ def test_block_keys_take_packed_tokens() -> None:
     keys = make_block_keys("sha256")
     key = keys.block_key(keys.root_key(ReuseScope()), pack(WITH_DIGEST[:4]).data)
     assert key.hex() == SHA256_VECTORS[8][3][1]
+
+
+@pytest.mark.parametrize("name", ["blake3", "sha256"])
+def test_a_digest_that_failed_leaves_nothing_for_the_next_one(name: str) -> None:
+    keys = make_block_keys(name)
+    expected = make_block_keys(name).digest(b"tokens")
+    keys.digest(b"others")
+    wrong: Any = 3
+    with pytest.raises(TypeError):
+        keys.digest(wrong)
+    assert keys.digest(b"tokens") == expected == keys.digest(b"tokens")
+
+
+def test_threads_share_keys() -> None:
+    """Digests of several threads do not mix."""
+    keys = make_block_keys("blake3")
+    inputs = [bytes([number]) * 4096 for number in range(4)]
+    expected = [make_block_keys("blake3").digest(data) for data in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(keys.digest, inputs * 200))
+    assert found == expected * 200
