@@ -49,8 +49,7 @@ def ranks(count: int, seed: int) -> list[tuple[Rig, list[int]]]:
 @pytest.mark.parametrize("early_close", [False, True])
 def test_prefilled_pages_are_copied_to_the_decoder(prefill_ranks: int, decode_ranks: int, early_close: bool) -> None:
     """185 tokens over 1 or 2 pipeline ranks a side: buffers and sizes pair up, out-of-window pages are skipped equally on both
-    sides,
-    the prefill side may close before the copies have run, and the decoder sees the right bytes."""
+    sides, the prefill side may close before the copies have run, and the decoder sees the right bytes."""
     tokens: list[Token] = mixed(0, 185)
     filled: dict[int, Request] = {}  # by layer
     givers = ranks(prefill_ranks, 0)

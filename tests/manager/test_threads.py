@@ -41,8 +41,7 @@ def run_all(jobs: list[Callable[[], None]]) -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_no_lock_order_against_the_interpreter() -> None:
     """One thread serves requests whose priority callback runs Python; another toggles lengths, drops caches and plans without
-    closing them,
-    and reads statistics: nothing hangs, the callbacks ran, plans were made."""
+    closing them, and reads statistics: nothing hangs, the callbacks ran, plans were made."""
     with Rig(small(64, kinds=["full", (8, 0)])) as rig:
         manager = rig.manager
         asked: list[int] = []
@@ -178,9 +177,8 @@ def test_threads_serve_their_own_requests() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("where", ["gpu", "host"])
 def test_one_event_covers_all_that_resume_queued(where: str, seed: int) -> None:
-    """A partly matched block is copied when the request is admitted. What another stream writes to the copy after an event that
-    was recorded
-    behind resume() is never overwritten by it, in any legal order."""
+    """A partly matched block is copied when the request is admitted. What another stream writes to the copy after an event that was
+    recorded behind resume() is never overwritten by it, in any legal order."""
     with Rig(small(4, host_slots=8), "random", seed) as rig:
         rig.seed(toks(0, 6))
         if where == "host":

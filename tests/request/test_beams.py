@@ -57,9 +57,8 @@ class Search:
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("prompt", [4, 6, 8, 9, 3, 1])
 def test_widening(prompt: int, width: int) -> None:
-    """Full history blocks are shared (BAD for the others), the partial tail is copied for each beam, growth takes pages per
-    beam; bytes are
-    right for every beam."""
+    """Full history blocks are shared (BAD for the others), the partial tail is copied for each beam, growth takes pages per beam;
+    bytes are right for every beam."""
     with Rig(small(32)) as rig:
         search = Search(rig, toks(0, prompt), width)
         full, partial = prompt // 4, prompt % 4 != 0
@@ -85,9 +84,8 @@ def test_widening(prompt: int, width: int) -> None:
 @pytest.mark.parametrize("kinds", [["full"], ["full", (8, 0)], [(6, 4)]])
 @pytest.mark.parametrize("winner", [0, 1, 2])
 def test_committing_one_beam(kinds: list[Kind], winner: int) -> None:
-    """The beams converge: the winner's tokens are committed block by block; its pages become the request's, the others are
-    freed, and
-    another request reuses them with the winner's bytes."""
+    """The beams converge: the winner's tokens are committed block by block; its pages become the request's, the others are freed,
+    and another request reuses them with the winner's bytes."""
     with Rig(small(64, kinds=kinds)) as rig:
         search = Search(rig, toks(0, 6), 3)
         assert search.step(3, 1)

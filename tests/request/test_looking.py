@@ -26,8 +26,7 @@ def look(rig: Rig, how: str, tokens: list[Token]) -> int:
 
 @pytest.mark.parametrize("how", ["probe_reuse", "probe_reuse_by_keys", "probe_first_new_block_key", "explain_miss"])
 def test_who_only_looks_sees_a_failed_write(tmp_path: object, how: str) -> None:
-    """A router that calls nothing else is told of it by the first look after its end; what was there before counts in the
-    peaks."""
+    """A router that calls nothing else is told of it by the first look after its end; what was there before counts in the peaks."""
     with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
         rig.seed(toks(0, 16))
         assert look(rig, how, toks(0, 16)) == 16

@@ -29,8 +29,7 @@ def plan_of(rig: Rig, tokens: list[Token]) -> PlannedDropHandle:
 @pytest.mark.parametrize("backoff", [0, 1])
 def test_two_endpoints_of_one_path(backoff: int) -> None:
     """8 tokens a block, full and window 8. Dropping the plan of the first 8 costs that endpoint only; dropping that of 24 leaves
-    16; a
-    second drop raises."""
+    16; a second drop raises."""
     with Rig(small(16, kinds=["full", (8, 0)], tokens_per_block=8, backoff=backoff)) as rig:
         tokens = toks(0, 24)
         first, second = plan_of(rig, tokens[:8]), plan_of(rig, tokens)
@@ -111,9 +110,8 @@ def test_every_page_that_the_endpoint_needs_is_planned_once() -> None:
 
 
 def test_best_sibling_not_first_sibling() -> None:
-    """Two branches behind 12 tokens, 8 a block, full and window 8; the second one's window page of its block 1 was dropped by
-    plan. A query
-    of the second reuses 12, through 4 tokens of the first one's block."""
+    """Two branches behind 12 tokens, 8 a block, full and window 8; the second one's window page of its block 1 was dropped by plan.
+    A query of the second reuses 12, through 4 tokens of the first one's block."""
     with Rig(small(16, kinds=["full", (8, 0)], tokens_per_block=8)) as rig:
         prefix = toks(0, 12)
         first = [*prefix, *toks(100, 104)]

@@ -35,9 +35,8 @@ def span(request: Request, layer: int = 0) -> tuple[int, int]:
 
 
 def test_a_slot_that_leaves_scratch_waits_for_its_last_user() -> None:
-    """The producer's stream stands at a gate when it closes; the consumer's scratch takes over its slots, changes its stream,
-    and lets a
-    scratch slot become a normal page: the new stream does not get there before the gate opens."""
+    """The producer's stream stands at a gate when it closes; the consumer's scratch takes over its slots, changes its stream, and
+    lets a scratch slot become a normal page: the new stream does not get there before the gate opens."""
     config = model([attention(layer, GRAIN // 64, window=32) for layer in range(32)], gpu=2 * MIB, scratch_rewind=0)
     with Rig(config) as rig:
         assert rig.counts().total == 2
@@ -126,8 +125,7 @@ def test_a_manager_without_scratch_refuses_it() -> None:
 
 def test_slot_count() -> None:
     """32 layers, window 128, 1024 tokens: blocks 0..27 share ceil(28 / 32) slots and read BAD, 4 have pages; a commit frees the
-    scratch;
-    the same prompt again and its first 896 tokens run right."""
+    scratch; the same prompt again and its first 896 tokens run right."""
     with windows(32, 128, gpu=4 * MIB, size=KIB) as rig:
         tokens = mixed(0, 1024)
         free = rig.counts().free
@@ -235,8 +233,7 @@ def test_scratch_reduces_the_windows_share() -> None:
 
 def test_a_constraint_counts_scratch() -> None:
     """4 requests of 512 tokens in one step, window 128 of 16 layers: 12 scratch blocks of each share one slot; the batch runs at
-    exactly
-    the bytes, which are fewer than without."""
+    exactly the bytes, which are fewer than without."""
     layers = [attention(layer, 4 * KIB, window=128) for layer in range(16)]
     config = exact(model(layers, constraints=[batch(4, 512)], max_util=1.0, scratch_rewind=0))
     plain = model(layers, constraints=[batch(4, 512)], max_util=1.0)
@@ -265,9 +262,8 @@ def test_modes_and_addresses() -> None:
 
 @pytest.mark.parametrize("smaller", [0, 16, 32, 60])
 def test_giving_back_capacity_that_is_scratch(smaller: int) -> None:
-    """4 tokens a block, window 8, 64 tokens from 0, then fewer: it works, or is refused cleanly with nothing changed; after
-    suspend and
-    resume the prefill starts afresh, with no slot lost."""
+    """4 tokens a block, window 8, 64 tokens from 0, then fewer: it works, or is refused cleanly with nothing changed; after suspend
+    and resume the prefill starts afresh, with no slot lost."""
     layers = [attention(layer, 4 * KIB, window=8) for layer in range(8)]
     with Rig(model(layers, tokens_per_block=4, gpu=2 * MIB, scratch_rewind=0)) as rig:
         free = rig.counts().free

@@ -98,9 +98,8 @@ def test_scopes_and_forms() -> None:
 
 
 def test_probe_by_keys() -> None:
-    """A full chain equals the match; 2 keys are 8 tokens; a wrong scope or no keys 0; an unknown key stops; a partial tail
-    counts its own
-    tokens; a removed subtree leaves the deepest survivor."""
+    """A full chain equals the match; 2 keys are 8 tokens; a wrong scope or no keys 0; an unknown key stops; a partial tail counts
+    its own tokens; a removed subtree leaves the deepest survivor."""
     with Rig(small(32)) as rig:
         tokens = toks(0, 14)
         rig.seed(tokens)

@@ -125,8 +125,7 @@ def test_identical_blocks_are_shared(kinds: list[str | tuple[int, int]], wait_fo
 @pytest.mark.parametrize("path", ["commit", "create"])
 def test_a_request_that_shares_a_block_waits_for_its_writer(path: str) -> None:
     """A commit is publication order only: the first request's stream stands at a gate before it writes. Another that adopts its
-    block, or
-    matches it, does not get past that on its own stream before the gate opens, and then reads the right bytes."""
+    block, or matches it, does not get past that on its own stream before the gate opens, and then reads the right bytes."""
     with Rig(small(32, host_slots=8)) as rig:
         gate = rig.driver.gate(rig.stream)
         first = rig.start()
@@ -153,8 +152,7 @@ def test_a_request_that_shares_a_block_waits_for_its_writer(path: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_colder_identical_page_takes_over_the_slot(seed: int) -> None:
     """The block that was committed first has moved to the host. A request that commits it again keeps its own GPU slot and bytes,
-    the page
-    gives up its host slot, nothing is copied, and all later users read right bytes."""
+    the page gives up its host slot, nothing is copied, and all later users read right bytes."""
     with Rig(small(4, host_slots=4), "random", seed) as rig:
         rig.seed(toks(0, 8))
         hog = rig.take(4)

@@ -37,9 +37,8 @@ def test_an_attention_hit_without_a_state(length: int) -> None:
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("step", [4, 3, 8, 5])
 def test_snapshots_of_several_commits(step: int, partial: bool) -> None:
-    """Each commit's end is an endpoint of its own as long as no later one lies in the same block: the longest one within the
-    prompt is
-    reused, with its own state."""
+    """Each commit's end is an endpoint of its own as long as no later one lies in the same block: the longest one within the prompt
+    is reused, with its own state."""
     with Rig(hybrid(16, 32, partial=partial)) as rig:
         request = rig.start()
         ends = []

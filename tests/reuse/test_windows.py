@@ -26,9 +26,8 @@ def test_min_snapshot_keeps_the_window_only(length: int, blocks: list[int]) -> N
 
 @pytest.mark.parametrize("tail", [127, 126, 100])
 def test_an_unaligned_endpoint(tail: int) -> None:
-    """128 tokens a block, full and window 128, 255 tokens: block 0 is stale there, block 1's 127 tokens suffice; if it covered
-    one less,
-    the endpoint would have to be shorter, where block 0 is needed again."""
+    """128 tokens a block, full and window 128, 255 tokens: block 0 is stale there, block 1's 127 tokens suffice; if it covered one
+    less, the endpoint would have to be shorter, where block 0 is needed again."""
     with Rig(model([attention(0, 8 * KIB), attention(1, 8 * KIB, window=128)], tokens_per_block=128)) as rig:
         tokens = toks(0, 256)
         rig.seed(tokens[: 128 + tail])

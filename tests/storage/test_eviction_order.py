@@ -33,9 +33,8 @@ def test_tail_first(how: str, taken: int) -> None:
 
 @pytest.mark.parametrize("how", ["one step", "chunks", "late commit", "suspended"])
 def test_pages_out_of_the_window_go_first(how: str) -> None:
-    """Full and window layers share a pool of 8 slots: two evictions take the window's stale pages, whichever way they were
-    freed, and the
-    endpoint stays; a third one costs it."""
+    """Full and window layers share a pool of 8 slots: two evictions take the window's stale pages, whichever way they were freed,
+    and the endpoint stays; a third one costs it."""
     with Rig(small(8, kinds=["full", (8, 0)])) as rig:
         request = rig.start()
         for beg in range(0, 16, 16 if how == "one step" else 4):
@@ -128,8 +127,7 @@ KINDS: list[list[Kind]] = [["full"], [(8, 0)], ["full", (6, 3)]]
 @pytest.mark.parametrize("seed", range(4))
 def test_accounting_identity(tmp_path: object, kinds: list[Kind], seed: int) -> None:
     """Any mix of calls by requests that share prefixes, all tiers overflowing: in every level and pool group total = free +
-    evictable +
-    unavailable, all at least 0; all closed: nothing unavailable; cleared: all free. Every byte is right."""
+    evictable + unavailable, all at least 0; all closed: nothing unavailable; cleared: all free. Every byte is right."""
     rng = random.Random(seed)
     slots = 16
     config = small(slots, kinds=kinds, host_slots=10, disk=(str(tmp_path), slots))
@@ -176,8 +174,7 @@ def test_accounting_identity(tmp_path: object, kinds: list[Kind], seed: int) -> 
 @pytest.mark.parametrize("block", [0, 1, 2, 3])
 def test_losing_an_ancestor_frees_its_descendants(kinds: list[Kind], block: int) -> None:
     """A block of a chain is evicted first, by its priority: what comes behind it can never match again and gives its slots back;
-    what is
-    before it still matches. True of full attention and of sinks."""
+    what is before it still matches. True of full attention and of sinks."""
     with Rig(small(9, kinds=kinds)) as rig:
         rig.seed(toks(0, 16), priority=lambda ordinal, life_cycle: 1 if ordinal == block and not _slides(life_cycle) else 50)
         hog = rig.start()

@@ -20,9 +20,8 @@ from tests.support.storage_rig import resize_quota
 
 
 def test_quotas_shrink_and_grow_under_suspended_requests(tmp_path: object) -> None:
-    """Three full tiers of 64, 128 and 128 MiB shrink to 32, 16 and 32: of two suspended requests of 704 tokens the first
-    resumes, the
-    second finds no room; grown again, a prefetch takes all its pages from disk to the host, none to the GPU, and both run."""
+    """Three full tiers of 64, 128 and 128 MiB shrink to 32, 16 and 32: of two suspended requests of 704 tokens the first resumes,
+    the second finds no room; grown again, a prefetch takes all its pages from disk to the host, none to the GPU, and both run."""
     tiers = [GpuCacheTierConfig(64 * MIB), HostCacheTierConfig(128 * MIB), DiskCacheTierConfig(128 * MIB, str(tmp_path))]
     with Rig(model(alternating(36, 32 * KIB, 32 * KIB, window=128, sink=1), tiers=tiers)) as rig:
         tag = 0

@@ -59,9 +59,8 @@ def serve(rig: Rig, count: int, length: int, id: Callable[[int], int] | None = N
 
 
 def test_pools_follow_the_requests() -> None:
-    """Short requests where long ones were expected: the window's pool group grows, the other shrinks; committed content
-    survives, and a
-    replay reuses it and verifies."""
+    """Short requests where long ones were expected: the window's pool group grows, the other shrinks; committed content survives,
+    and a replay reuses it and verifies."""
     rig, clock = rebalanced(two_windows())
     with rig:
         tokens: list[Token] = mixed(0, 300)

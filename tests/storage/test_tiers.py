@@ -35,8 +35,7 @@ NUM_REGIONS = DEFAULT_RING_BYTES // REGION_BYTES
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_source_is_read_when_the_copy_runs(tmp_path: object, tier: str, seed: int) -> None:
     """Pages are offloaded while the engine's writes to them still wait behind a gate, and their slots are written by others at
-    once:
-    every request gets its own bytes back."""
+    once: every request gets its own bytes back."""
     config = small(4, host_slots=8) if tier == "host" else small(4, disk=(str(tmp_path), 8))
     with Rig(config, "random", seed) as rig:
         gate = rig.driver.gate(rig.stream)
@@ -83,8 +82,7 @@ def test_an_index_buffer_is_the_engines_to_overwrite() -> None:
 )
 def test_staging_wraps(tmp_path: object, blocks: int, schedule: str) -> None:
     """GPU and disk only: batches of as many pages as the staging area has regions, one more or less, and more than twice as many,
-    back to
-    back without a sync; all bytes right."""
+    back to back without a sync; all bytes right."""
     size = GRAIN // 200 // 64 * 64
     tiers: list[CacheTierConfig] = [GpuCacheTierConfig(GRAIN), DiskCacheTierConfig(2 * GRAIN, str(tmp_path))]
     with Rig(model([attention(0, size)], tokens_per_block=4, tiers=tiers, max_util=1.0), schedule, blocks) as rig:
@@ -329,9 +327,8 @@ def on_disk(rig: Rig, blocks: int) -> None:
 @pytest.mark.parametrize("effect", ["error", "short"])
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_a_failed_read_loses_one_page(tmp_path: object, bad: int, effect: str, schedule: str) -> None:
-    """EIO or a short count on one block: that request fails as a whole and says so, never with wrong bytes; the next one reuses
-    up to the
-    bad block, and no more; it is not tried for ever."""
+    """EIO or a short count on one block: that request fails as a whole and says so, never with wrong bytes; the next one reuses up
+    to the bad block, and no more; it is not tried for ever."""
     with Rig(small(4, disk=(str(tmp_path), 4)), schedule, bad) as rig:
         on_disk(rig, 4)
         rig.driver.fail("read_file", bad + 1, 1, effect)
@@ -422,8 +419,7 @@ def test_nothing_to_move(kinds: list[Kind]) -> None:
 @pytest.mark.parametrize("active", [True, False])
 def test_pages_stay_while_a_reader_has_them(active: bool) -> None:
     """An open cache after stop_committing keeps its pages through others' pressure, resizes of the quota and adjustments: its
-    aggregated
-    indices and bytes stay valid until it is closed; clear and shutdown refuse."""
+    aggregated indices and bytes stay valid until it is closed; clear and shutdown refuse."""
     with Rig(small(4, host_slots=4)) as rig:
         reader = rig.start()
         assert reader.advance(toks(0, 8))
