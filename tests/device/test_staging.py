@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -18,55 +19,72 @@ from tests.support.device_rig import SCHEDULES, SLOT_BYTES, DeviceRig, rig
 RING = 8 * SLOT_BYTES
 
 
-class Copier:
-    """Moves slots from disk to the device and back through a ring, in rounds, all of it queued without waiting."""
+class Staging:
+    """A ring, the timeline that orders its users, and their device."""
 
-    def __init__(self, r: DeviceRig, ring_bytes: int = RING) -> None:
-        self.r = r
+    def __init__(self, r: DeviceRig, nbytes: int) -> None:
+        self.driver = r.driver
         self.timeline = Timeline(r.driver)
-        self.ring = StagingRing(r.driver, self.timeline, ring_bytes)
-        self.in_flight: list[tuple[StagingRegion, list[int]]] = []
+        self.ring = StagingRing(r.driver, self.timeline, nbytes)
 
-    def take(self, stream: Stream, left: int, from_file: bool) -> StagingRegion:
-        region = self.ring.acquire(stream, min(SLOT_BYTES, self.ring.largest), left, from_file)
+    def acquire(self, stream: Stream, minimum: int, maximum: int, from_file: bool = False) -> StagingRegion:
+        region = self.ring.acquire(stream, minimum, maximum, from_file)
         assert region is not None
         return region
 
+    def release(self, stream: Stream, *regions: StagingRegion) -> None:
+        """The stream's work until now is the last that uses them."""
+        for region in regions:
+            self.ring.release(region, self.timeline.record(stream))
+
+    def close(self) -> None:
+        self.ring.close()
+        self.timeline.close()
+
+
+class Copier(Staging):
+    """Moves slots from disk to the device and back through a ring, in rounds, all of it queued without waiting."""
+
+    def __init__(self, r: DeviceRig, ring_bytes: int = RING) -> None:
+        super().__init__(r, ring_bytes)
+        self.r = r
+        self.in_flight: list[tuple[StagingRegion, list[int]]] = []
+
     def load(self, stream: Stream, disk_slots: list[int], device_slots: list[int]) -> None:
-        r = self.r
-        done = 0
-        while done < len(disk_slots):
-            region = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, True)
-            count = region.nbytes // SLOT_BYTES
-            gates = []
-            for i in range(count):
-                where = region.address + i * SLOT_BYTES
-                gates.append(r.driver.read_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
+        for region, parts in self._rounds(stream, disk_slots, device_slots, True):
+            gates = [self.driver.read_file(stream, self.r.disk.fd, disk, at, SLOT_BYTES) for disk, _device, at in parts]
             for gate in gates:
-                r.driver.wait_gate(stream, gate)
-            for i in range(count):
-                r.driver.copy(stream, r.device.address(device_slots[done + i]), region.address + i * SLOT_BYTES, SLOT_BYTES)
+                self.driver.wait_gate(stream, gate)
+            for _disk, device, at in parts:
+                self.driver.copy(stream, device, at, SLOT_BYTES)
             self.leave(stream, region, gates)
-            done += count
 
     def store(self, stream: Stream, device_slots: list[int], disk_slots: list[int]) -> None:
-        r = self.r
+        for region, parts in self._rounds(stream, disk_slots, device_slots, False):
+            gates = []
+            for disk, device, at in parts:
+                self.driver.copy(stream, at, device, SLOT_BYTES)
+                gates.append(self.driver.write_file(stream, self.r.disk.fd, disk, at, SLOT_BYTES))
+            for gate in gates:
+                self.driver.wait_gate(stream, gate)
+            self.leave(stream, region, gates)
+
+    def _rounds(
+        self, stream: Stream, disk_slots: list[int], device_slots: list[int], from_file: bool
+    ) -> Iterator[tuple[StagingRegion, list[tuple[int, int, int]]]]:
+        """Regions with what passes through each: where its slot lies on disk, on the device, and in the ring."""
         done = 0
         while done < len(disk_slots):
-            region = self.take(stream, (len(disk_slots) - done) * SLOT_BYTES, False)
+            left = (len(disk_slots) - done) * SLOT_BYTES
+            region = self.acquire(stream, min(SLOT_BYTES, self.ring.largest), left, from_file)
             count = region.nbytes // SLOT_BYTES
-            gates = []
-            for i in range(count):
-                where = region.address + i * SLOT_BYTES
-                r.driver.copy(stream, where, r.device.address(device_slots[done + i]), SLOT_BYTES)
-                gates.append(r.driver.write_file(stream, r.disk.fd, r.disk.address(disk_slots[done + i]), where, SLOT_BYTES))
-            for gate in gates:
-                r.driver.wait_gate(stream, gate)
-            self.leave(stream, region, gates)
+            slots = zip(disk_slots[done : done + count], device_slots[done : done + count], strict=True)
+            places = [(self.r.disk.address(disk), self.r.device.address(device)) for disk, device in slots]
+            yield region, [(disk, device, region.address + i * SLOT_BYTES) for i, (disk, device) in enumerate(places)]
             done += count
 
     def leave(self, stream: Stream, region: StagingRegion, gates: list[int]) -> None:
-        self.ring.release(region, self.timeline.record(stream))
+        self.release(stream, region)
         self.ring.check_invariants()
         self.in_flight.append((region, gates))
 
@@ -78,8 +96,7 @@ class Copier:
                 self.r.driver.release_gate(gate)
             assert not region.suspect()
             self.ring.complete(region)
-        self.ring.close()
-        self.timeline.close()
+        self.close()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -135,15 +152,14 @@ def test_small_batches_back_to_back(schedule: str, seed: int, ring_bytes: int, b
 def test_regions_follow_one_another_and_wrap() -> None:
     """A region begins where the last one ended; a minimum that does not fit before the end starts at the beginning."""
     with rig("eager") as r:
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 1024)
+        staging = Staging(r, 1024)
+        ring = staging.ring
         stream = r.streams[0]
 
         def use(minimum: int, maximum: int) -> tuple[int, int]:
-            region = ring.acquire(stream, minimum, maximum, False)
-            assert region is not None
+            region = staging.acquire(stream, minimum, maximum)
             assert region.address % REGION_ALIGNMENT == 0
-            ring.release(region, timeline.record(stream))
+            staging.release(stream, region)
             ring.complete(region)
             ring.check_invariants()
             return region.offset, region.nbytes
@@ -155,29 +171,24 @@ def test_regions_follow_one_another_and_wrap() -> None:
         assert use(513, 600) == (0, 600)  # does not fit behind: wraps to the start
         assert use(1024, 1024) == (0, 1024)  # the whole ring
         assert use(1, 1) == (0, 1)
-        ring.close()
-        timeline.close()
+        staging.close()
 
 
 def test_regions_in_use_are_skipped() -> None:
     """A region whose end of use is unknown is not acquired again; without a free region the answer is None."""
     with rig("eager") as r:
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 1024)
+        staging = Staging(r, 1024)
+        ring = staging.ring
         stream = r.streams[0]
-        first = ring.acquire(stream, 256, 256, False)
-        second = ring.acquire(stream, 512, 512, False)
-        assert first is not None
-        assert second is not None
+        first = staging.acquire(stream, 256, 256)
+        second = staging.acquire(stream, 512, 512)
         assert ring.acquire(stream, 512, 512, False) is None
-        third = ring.acquire(stream, 1, 512, False)
-        assert third is not None
+        third = staging.acquire(stream, 1, 512)
         assert (third.offset, third.nbytes) == (768, 256)
         assert ring.acquire(stream, 1, 1, False) is None
         assert ring.in_use == 3
         ring.release(second, NULL_POINT)
-        again = ring.acquire(stream, 1, 1024, False)
-        assert again is not None
+        again = staging.acquire(stream, 1, 1024)
         assert (again.offset, again.nbytes) == (256, 512)
         with pytest.raises(LogicError, match="released already"):
             ring.release(second, NULL_POINT)
@@ -192,58 +203,46 @@ def test_regions_in_use_are_skipped() -> None:
         with pytest.raises(LogicError, match="the minimum must be positive"):
             ring.acquire(stream, 2, 1, False)
         with pytest.raises(ConfigError, match="multiple of 256"):
-            StagingRing(r.driver, timeline, 1000)
-        ring.close()
-        timeline.close()
+            StagingRing(r.driver, staging.timeline, 1000)
+        staging.close()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_next_user_waits_for_the_last(schedule: str) -> None:
     """Bytes are handed on in stream order: the next user's stream stands still until the last user's point is over."""
     with rig(schedule) as r:
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 1024)
-        first = ring.acquire(r.streams[0], 600, 600, False)
-        assert first is not None
+        staging = Staging(r, 1024)
+        first = staging.acquire(r.streams[0], 600, 600)
         gate = r.driver.gate(r.streams[0])
-        ring.release(first, timeline.record(r.streams[0]))
-        free = ring.acquire(r.streams[1], 256, 256, False)
-        assert free is not None
+        staging.release(r.streams[0], first)
+        free = staging.acquire(r.streams[1], 256, 256)
         assert free.offset == 768
         r.finish(r.streams[1])
-        second = ring.acquire(r.streams[1], 256, 256, False)
-        assert second is not None
+        second = staging.acquire(r.streams[1], 256, 256)
         assert second.offset == 0
         assert not r.is_over(r.streams[1])
         gate.open()
         r.finish(r.streams[1])
-        for region in (free, second):
-            ring.release(region, timeline.record(r.streams[1]))
-        ring.close()
-        timeline.close()
+        staging.release(r.streams[1], free, second)
+        staging.close()
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedule: str) -> None:
     """The bytes of a read that timed out are not acquired until it has ended; regions acquired over it before that are suspect."""
     with rig(schedule, transfer_timeout=20) as r:
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 1024)
+        staging = Staging(r, 1024)
+        ring = staging.ring
         stream = r.streams[0]
         held = r.driver.hang("read_file")
-        late = ring.acquire(stream, 512, 512, True)
-        assert late is not None
+        late = staging.acquire(stream, 512, 512, True)
         gate = r.driver.read_file(stream, r.disk.fd, 0, late.address, 512)
         r.driver.wait_gate(stream, gate)
-        ring.release(late, timeline.record(stream))
-        beside = ring.acquire(stream, 512, 512, False)
-        over = ring.acquire(stream, 512, 512, False)
-        assert beside is not None
-        assert over is not None
-        ring.release(over, timeline.record(stream))
-        twice = ring.acquire(stream, 256, 256, False) if over.offset else None
-        over_again = twice or ring.acquire(stream, 256, 256, False)
-        assert over_again is not None
+        staging.release(stream, late)
+        beside = staging.acquire(stream, 512, 512)
+        over = staging.acquire(stream, 512, 512)
+        staging.release(stream, over)
+        over_again = staging.acquire(stream, 256, 256)
         assert (beside.offset, over.offset, over_again.offset) == (512, 0, 0)
         r.driver.synchronize()
         assert r.driver.poll_gate(gate) == GATE_TIMED_OUT
@@ -253,10 +252,8 @@ def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedul
         assert over.suspect()
         assert over_again.suspect()
         assert not beside.suspect()
-        for region in (beside, over_again):
-            ring.release(region, timeline.record(stream))
-        last = ring.acquire(stream, 512, 1024, True)
-        assert last is not None
+        staging.release(stream, beside, over_again)
+        last = staging.acquire(stream, 512, 1024, True)
         assert (last.offset, last.nbytes) == (512, 512)
         assert not last.suspect()
         assert ring.acquire(stream, 1, 1, True) is None
@@ -268,34 +265,29 @@ def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedul
         ring.complete(late)
         assert ring.quarantined == 0
         assert over.suspect()  # it stays so: the bytes are wrong whenever one looks
-        fresh = ring.acquire(stream, 512, 512, True)
-        assert fresh is not None
+        fresh = staging.acquire(stream, 512, 512, True)
         assert fresh.offset == 0
         for region in (last, fresh):
-            ring.release(region, timeline.record(stream))
+            staging.release(stream, region)
             ring.complete(region)
         ring.check_invariants()
         r.driver.release_gate(gate)
-        ring.close()
-        timeline.close()
+        staging.close()
 
 
 def test_a_timed_out_write_makes_no_region_suspect() -> None:
     """A late write only reads the region: it may spoil its own page on disk, never the next user's."""
     with rig("eager") as r:
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 512)
-        first = ring.acquire(r.streams[0], 512, 512, False)
-        assert first is not None
+        staging = Staging(r, 512)
+        ring = staging.ring
+        first = staging.acquire(r.streams[0], 512, 512)
         ring.release(first, NULL_POINT)
-        second = ring.acquire(r.streams[0], 512, 512, False)
-        assert second is not None
+        second = staging.acquire(r.streams[0], 512, 512)
         ring.quarantine(first)
         assert not second.suspect()
         ring.release(second, NULL_POINT)
         ring.complete(first)
-        ring.close()
-        timeline.close()
+        staging.close()
 
 
 def test_the_memory_is_taken_at_the_first_use() -> None:
@@ -303,18 +295,16 @@ def test_the_memory_is_taken_at_the_first_use() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     with rig("eager") as r:
         before = r.driver.registered_bytes
-        timeline = Timeline(r.driver)
-        ring = StagingRing(r.driver, timeline, 8192)
+        staging = Staging(r, 8192)
+        ring = staging.ring
         assert r.driver.registered_bytes == before
         r.driver.fail("host_register")
         with pytest.raises(HostRegistrationError):
             ring.acquire(r.streams[0], 1, 1, False)
         assert ring.in_use == 0
-        region = ring.acquire(r.streams[0], 1, 1, False)
-        assert region is not None
+        region = staging.acquire(r.streams[0], 1, 1)
         assert r.driver.registered_bytes == before + 8192
         ring.release(region, NULL_POINT)
-        ring.close()
+        staging.close()
         assert r.driver.registered_bytes == before
-        timeline.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
