@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,19 @@ def check_stamps(driver: EmulatedDriver, arena: Arena, slots: range) -> None:
         assert data == slot.to_bytes(2, "little") * (arena.slot_bytes // 2), slot
 
 
+@pytest.fixture
+def driver() -> Iterator[EmulatedDriver]:
+    """A device that is closed after the test, which raises if anything leaked."""
+    made = EmulatedDriver()
+    yield made
+    made.close()
+
+
 # --- device
 
 
-def test_device_slots_grow_and_shrink_in_place() -> None:
+def test_device_slots_grow_and_shrink_in_place(driver: EmulatedDriver) -> None:
     """The base never moves; slots straddle chunks; what is kept keeps its bytes; chunks go round through the pool."""
-    driver = EmulatedDriver()
     pool = ChunkPool(driver, GRANULARITY)
     slot_bytes = GRANULARITY // 3 * 2
     arena = DeviceArena(driver, pool, slot_bytes, 10 * GRANULARITY + 1)
@@ -68,14 +76,12 @@ def test_device_slots_grow_and_shrink_in_place() -> None:
         with pytest.raises(LogicError, match="closed"):
             each.resize(1)
     pool.close()
-    driver.close()
 
 
 @pytest.mark.parametrize("call", ["create_chunk", "map_chunk", "set_access"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_failed_growth_pops_back(call: str, nth: int) -> None:
+def test_a_failed_growth_pops_back(driver: EmulatedDriver, call: str, nth: int) -> None:
     """Whichever step fails, the arena has its old size and bytes, no chunk is mapped or lost, and the next attempt works."""
-    driver = EmulatedDriver()
     pool = ChunkPool(driver, GRANULARITY)
     arena = DeviceArena(driver, pool, GRANULARITY // 2, 8 * GRANULARITY)
     arena.resize(2)
@@ -93,7 +99,6 @@ def test_a_failed_growth_pops_back(call: str, nth: int) -> None:
     stamp(driver, arena, range(8))
     arena.close()
     pool.close()
-    driver.close()
 
 
 def test_a_pool_cannot_outgrow_its_address_space() -> None:
@@ -124,9 +129,8 @@ def test_a_pool_cannot_outgrow_its_address_space() -> None:
     ("nbytes", "ranges"),
     [(0, []), (4096, [4096]), (5 * RANGE, [RANGE] * 5), (2 * RANGE + 4096, [RANGE, RANGE, 4096])],
 )
-def test_host_memory_is_registered_in_exact_ranges(nbytes: int, ranges: list[int]) -> None:
+def test_host_memory_is_registered_in_exact_ranges(driver: EmulatedDriver, nbytes: int, ranges: list[int]) -> None:
     """Ranges tile the memory from its base without gap or overlap, the last one partial; closing undoes the same ones."""
-    driver = EmulatedDriver()
     arena = HostArena(driver, 4096, RANGE)
     arena.resize(nbytes // 4096)
     assert [size for _address, size in arena.ranges] == ranges
@@ -138,13 +142,11 @@ def test_host_memory_is_registered_in_exact_ranges(nbytes: int, ranges: list[int
     arena.check_invariants()
     arena.close()
     assert driver.registered_ranges == []
-    driver.close()
 
 
 @pytest.mark.parametrize("slot_bytes", [1, 512, 4096, 4097, 12288, 20480, 3 * PAGE_BYTES + 8])
-def test_no_slot_straddles_two_registered_ranges_where_that_is_possible(slot_bytes: int) -> None:
+def test_no_slot_straddles_two_registered_ranges_where_that_is_possible(driver: EmulatedDriver, slot_bytes: int) -> None:
     """Slots whose common multiple with the page fits in a range lie in one range each, also after growing in steps."""
-    driver = EmulatedDriver()
     arena = HostArena(driver, slot_bytes, 8 * PAGE_BYTES)
     for num_slots in (3, 17, 40, 25, 60):
         arena.resize(num_slots)
@@ -154,14 +156,12 @@ def test_no_slot_straddles_two_registered_ranges_where_that_is_possible(slot_byt
                 begin = arena.address(slot)
                 assert any(a <= begin and begin + slot_bytes <= a + size for a, size in arena.ranges), slot
     arena.close()
-    driver.close()
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("before", [0, 1, 6, 8])
-def test_refused_registration_gives_everything_back(before: int, nth: int) -> None:
+def test_refused_registration_gives_everything_back(driver: EmulatedDriver, before: int, nth: int) -> None:
     """The error names size, limit and remedy; the arena keeps its old slots and bytes; a later attempt works."""
-    driver = EmulatedDriver()
     arena = HostArena(driver, PAGE_BYTES, RANGE)
     arena.resize(before)
     stamp(driver, arena, range(before))
@@ -183,13 +183,11 @@ def test_refused_registration_gives_everything_back(before: int, nth: int) -> No
     arena.resize(20)
     check_stamps(driver, arena, range(before))
     arena.close()
-    driver.close()
 
 
-def test_refused_registration_while_shrinking_keeps_the_old_size() -> None:
+def test_refused_registration_while_shrinking_keeps_the_old_size(driver: EmulatedDriver) -> None:
     """Shrinking registers the last range anew; if that is refused, nothing has changed. If the old range is refused, too, the arena
     has the slots that are registered, and the memory of the others stays: a later try finds their bytes."""
-    driver = EmulatedDriver()
     arena = HostArena(driver, PAGE_BYTES, RANGE)
     arena.resize(11)
     stamp(driver, arena, range(11))
@@ -208,7 +206,6 @@ def test_refused_registration_while_shrinking_keeps_the_old_size() -> None:
     check_stamps(driver, arena, range(11))
     arena.resize(2)
     arena.close()
-    driver.close()
 
 
 @given(st.sampled_from([100, 4096, 4097, 10000]), st.lists(st.integers(0, 60), max_size=10))
@@ -228,9 +225,8 @@ def test_host_slots_keep_their_bytes(slot_bytes: int, sizes: list[int]) -> None:
     driver.close()
 
 
-def test_host_memory_that_must_move_keeps_its_bytes() -> None:
+def test_host_memory_that_must_move_keeps_its_bytes(driver: EmulatedDriver) -> None:
     """With another mapping right behind it, the memory moves when it grows: registrations are undone before and made anew."""
-    driver = EmulatedDriver()
     arenas = [HostArena(driver, PAGE_BYTES, RANGE) for _i in range(8)]
     for round_number in range(1, 6):
         for number, arena in enumerate(arenas):
@@ -241,12 +237,10 @@ def test_host_memory_that_must_move_keeps_its_bytes() -> None:
         for round_number in range(1, 6):
             assert driver.read_bytes(arena.address(round_number * 7 - 1), 2) == bytes([number, round_number])
         arena.close()
-    driver.close()
 
 
-def test_impossible_host_sizes() -> None:
+def test_impossible_host_sizes(driver: EmulatedDriver) -> None:
     """More than the machine can map is a typed error, and leaves nothing behind."""
-    driver = EmulatedDriver()
     arena = HostArena(driver, 1 << 40)
     with pytest.raises(OutOfMemoryError, match="smaller tier"):
         arena.resize(1 << 20)
@@ -255,17 +249,15 @@ def test_impossible_host_sizes() -> None:
     with pytest.raises(ConfigError, match="registration_bytes=100"):
         HostArena(driver, 16, 100)
     arena.close()
-    driver.close()
 
 
-def test_more_host_memory_than_there_is_gets_refused_not_killed() -> None:
+def test_more_host_memory_than_there_is_gets_refused_not_killed(driver: EmulatedDriver) -> None:
     """Prefaulting more than the system has available is a typed error before a page is touched; growing keeps the old slots."""
     assert available_bytes() > 0
     address = map_range(PAGE_BYTES)
     with pytest.raises(OutOfMemoryError, match=r"1024\.0 TiB.*are available; configure a smaller host tier"):
         populate_range(address, 1 << 50, 1)
     unmap_range(address, PAGE_BYTES)
-    driver = EmulatedDriver()
     arena = HostArena(driver, 1 << 20)
     arena.resize(2)
     stamp(driver, arena, range(2))
@@ -275,7 +267,6 @@ def test_more_host_memory_than_there_is_gets_refused_not_killed() -> None:
     check_stamps(driver, arena, range(2))
     assert driver.registered_bytes == 2 << 20
     arena.close()
-    driver.close()
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])

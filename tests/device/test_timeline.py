@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +23,18 @@ def closed_rig_timeline(r: DeviceRig, timeline: Timeline) -> None:
     assert r.driver.events_live == 0
 
 
+@contextmanager
+def timed(schedule: str) -> Iterator[tuple[DeviceRig, Timeline]]:
+    """A rig with a timeline, which is closed after the test."""
+    with rig(schedule) as r:
+        timeline = Timeline(r.driver)
+        yield r, timeline
+        closed_rig_timeline(r, timeline)
+
+
 def test_the_null_point_is_over_everywhere() -> None:
     """Asking, waiting, merging and synchronizing with no point at all are no-ops."""
-    with rig("eager") as r:
-        timeline = Timeline(r.driver)
+    with timed("eager") as (r, timeline):
         gate = r.driver.gate(r.streams[0])
         point = timeline.record(r.streams[0])
         assert timeline.done(NULL_POINT)
@@ -33,14 +44,12 @@ def test_the_null_point_is_over_everywhere() -> None:
         assert timeline.merge(NULL_POINT, point) == point
         assert timeline.merge(point, NULL_POINT) == point
         gate.open()
-        closed_rig_timeline(r, timeline)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_point_is_over_when_the_work_before_it_is(schedule: str) -> None:
     """Points of one stream count up, become over in order, and stay over."""
-    with rig(schedule) as r:
-        timeline = Timeline(r.driver)
+    with timed(schedule) as (r, timeline):
         stream = r.streams[0]
         before = timeline.record(stream)
         timeline.synchronize(before)
@@ -57,14 +66,12 @@ def test_a_point_is_over_when_the_work_before_it_is(schedule: str) -> None:
         assert timeline.done(first)
         assert timeline.done(second)
         assert timeline.events_outstanding == 0
-        closed_rig_timeline(r, timeline)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stream_waits_for_a_point_of_another(schedule: str) -> None:
     """`wait` orders the streams; on the same stream and for what is over it queues nothing, and once is enough."""
-    with rig(schedule) as r:
-        timeline = Timeline(r.driver)
+    with timed(schedule) as (r, timeline):
         first, second, third = r.streams
         gate = r.driver.gate(first)
         early, late = timeline.record(first), timeline.record(first)
@@ -90,14 +97,12 @@ def test_a_stream_waits_for_a_point_of_another(schedule: str) -> None:
         r.driver.heal()
         r.driver.synchronize()
         assert ran == [3, 2]
-        closed_rig_timeline(r, timeline)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_merging(schedule: str) -> None:
     """Over ones vanish, one stream gives the larger point, two streams a join that is over when both are."""
-    with rig(schedule) as r:
-        timeline = Timeline(r.driver)
+    with timed(schedule) as (r, timeline):
         a, b, c = r.streams
         over = timeline.record(c)
         timeline.synchronize(over)
@@ -136,7 +141,6 @@ def test_merging(schedule: str) -> None:
         assert timeline.joins_outstanding <= 1
         timeline.forget(waiter)
         r.driver.destroy_stream(waiter)
-        closed_rig_timeline(r, timeline)
 
 
 def test_a_join_of_joins_keeps_the_larger_point_of_each_stream() -> None:
@@ -162,8 +166,7 @@ def test_a_join_of_joins_keeps_the_larger_point_of_each_stream() -> None:
 
 def test_a_join_delays_no_stream() -> None:
     """Two joins do not wait for one another, as they would if a stream of ours did the joining."""
-    with rig("eager") as r:
-        timeline = Timeline(r.driver)
+    with timed("eager") as (r, timeline):
         others = [r.driver.create_stream() for _i in range(2)]
         gates = [r.driver.gate(stream) for stream in [*r.streams[:2], *others]]
         points = [timeline.record(stream) for stream in [*r.streams[:2], *others]]
@@ -178,13 +181,11 @@ def test_a_join_delays_no_stream() -> None:
         for stream in others:
             timeline.forget(stream)
             r.driver.destroy_stream(stream)
-        closed_rig_timeline(r, timeline)
 
 
 def test_events_are_recycled() -> None:
     """On a device that keeps up, any number of points costs a few events, with and without queries."""
-    with rig("eager") as r:
-        timeline = Timeline(r.driver)
+    with timed("eager") as (r, timeline):
         for _i in range(1000):
             timeline.record(r.streams[0])
         assert r.driver.events_live <= 32
@@ -193,7 +194,6 @@ def test_events_are_recycled() -> None:
             assert timeline.done(point)
             point = timeline.record(r.streams[1])
         assert r.driver.events_live <= 34
-        closed_rig_timeline(r, timeline)
 
 
 def test_everything_is_bounded() -> None:
@@ -224,8 +224,7 @@ def test_everything_is_bounded() -> None:
 
 def test_a_refused_call_changes_nothing() -> None:
     """A record that the driver refuses loses no event; a query that it refuses answers not done."""
-    with rig("eager") as r:
-        timeline = Timeline(r.driver)
+    with timed("eager") as (r, timeline):
         r.driver.fail("create_event")
         with pytest.raises(CuError, match="create_event"):
             timeline.record(r.streams[0])
@@ -241,7 +240,6 @@ def test_a_refused_call_changes_nothing() -> None:
         r.driver.fail("query_event")
         assert not timeline.done(point)
         assert timeline.done(point)
-        closed_rig_timeline(r, timeline)
 
 
 def test_points_that_were_never_recorded_are_refused() -> None:
