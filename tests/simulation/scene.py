@@ -17,6 +17,7 @@ from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager, Planned
 from kv_cache_manager_v2.emulated.transfers import EmulatedGate
 from kv_cache_manager_v2.errors import CuError, OutOfMemoryError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, BeamIndex, CacheLevel, LayerGroupId, PageIndexMode
+from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.storage.page import Page
 from tests.simulation.inside import Inside
 from tests.simulation.model import Library, Request, Token, chain_all
@@ -156,6 +157,54 @@ class Scene:
         """A kernel that reads everything that the request has computed."""
         for number, beam in enumerate(live.model.beams):
             self.engine.check(live.cache, words_of(beam.stamps), number, words_of(beam.state))
+
+    # --- room, by counting pages
+
+    def limited(self, live: Live) -> bool:
+        """Whether other requests run, and use more of a GPU pool group than `max_util_for_resume` allows."""
+        hierarchy = self.inside.hierarchy
+        if not any(request.status == KVCache.Status.ACTIVE for request in self.inside.shared.open.values()):
+            return False
+        for group in range(self.inside.shared.layout.num_pool_groups):
+            kept = [page for page in live_pages(live.cache) if page.pool_group == group and page.level == 0]
+            own = sum(1 for page in kept if page.locks == 0 and not page.queued)
+            allowed = int(hierarchy.total(0, group) * self.setup.config.max_util_for_resume)
+            if hierarchy.unavailable(0, group) - own > allowed:
+                return True
+        return False
+
+    def fits_to_resume(self, live: Live) -> tuple[bool, bool]:
+        """By counting pages: whether there is room for all that the request holds and private copies of what it would write into,
+        and whether there is without copies of a last block and a snapshot that it may take out of the tree instead."""
+        pages = live_pages(live.cache)
+        need = [0] * self.inside.hierarchy.num_groups
+        borrowed = need.copy()
+        if live.number not in self.started:
+            for number, kind in enumerate(self.setup.kinds):
+                group = self.inside.shared.pool_group_of[number]
+                if kind.recurrent:
+                    there = state_page(live.cache) is not None
+                    need[group] += 0 if live.forked and there else 1
+                    borrowed[group] += 1 if there and not live.forked else 0
+                elif live.model.history % self.setup.size and request_pages(live.cache, number)[-1] is not None:
+                    need[group] += 1
+                    borrowed[group] += 1
+        least = [slots - copies for slots, copies in zip(need, borrowed, strict=True)]
+        return self.inside.fits(need, pages), self.inside.fits(least, pages)
+
+    def fits_to_grow(self, live: Live, capacity: int, history: int) -> bool | None:
+        """By counting pages; None where pages would go as others come."""
+        model = live.model
+        need = [0] * self.inside.hierarchy.num_groups
+        blocks = range(model.blocks, -(-capacity // self.setup.size))
+        for number, kind in enumerate(self.setup.kinds):
+            if kind.recurrent:
+                continue
+            if len(kind.stale(self.setup.size, history)) != len(kind.stale(self.setup.size, model.history)):
+                return None
+            fresh = [block for block in blocks if block not in kind.stale(self.setup.size, history)]
+            need[self.inside.shared.pool_group_of[number]] += len(fresh) * model.width
+        return self.inside.fits(need, [])
 
     # --- checks
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from kv_cache_manager_v2 import KVCache, LogicError, PlannedDropHandle, Tokens
 from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
-from kv_cache_manager_v2.introspection import live_pages, request_pages, state_page
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
@@ -72,23 +71,10 @@ class World(Scene):
         assert found <= limit, f"{found} tokens promised, {limit} can be reused"
         return self.count("probe", "hit" if found else "miss", found)
 
-    def _limited(self, live: Live) -> bool:
-        """Whether other requests run, and use more of a GPU pool group than `max_util_for_resume` allows."""
-        hierarchy = self.inside.hierarchy
-        if not any(request.status == KVCache.Status.ACTIVE for request in self.inside.shared.open.values()):
-            return False
-        for group in range(self.inside.shared.layout.num_pool_groups):
-            kept = [page for page in live_pages(live.cache) if page.pool_group == group and page.level == 0]
-            own = sum(1 for page in kept if page.locks == 0 and not page.queued)
-            allowed = int(hierarchy.total(0, group) * self.setup.config.max_util_for_resume)
-            if hierarchy.unavailable(0, group) - own > allowed:
-                return True
-        return False
-
     def resume(self, live: Live, stream: int, check: bool) -> str:
         before = self.fingerprint(live) if check and self.calm() else None
-        gate = self.calm() and self._limited(live)
-        fits, barely = self._fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
+        gate = self.calm() and self.limited(live)
+        fits, barely = self.fits_to_resume(live) if before is not None and not self.setup.scratch else (False, True)
         first = live.number not in self.started
         tails = self.recount.tails(live.cache, live.model) if first else []
         failure, done = self.attempt(live, "resume", lambda: live.cache.resume(self.streams[stream]))
@@ -116,45 +102,12 @@ class World(Scene):
         self.count("resume", "partial copy" if partial else "plain")
         return self.count("resume", "true", *self.positions(live))
 
-    def _fits_to_resume(self, live: Live) -> tuple[bool, bool]:
-        """By counting pages: whether there is room for all that the request holds and private copies of what it would write into,
-        and whether there is without copies of a last block and a snapshot that it may take out of the tree instead."""
-        pages = live_pages(live.cache)
-        need = [0] * self.inside.hierarchy.num_groups
-        borrowed = need.copy()
-        if live.number not in self.started:
-            for number, kind in enumerate(self.setup.kinds):
-                group = self.inside.shared.pool_group_of[number]
-                if kind.recurrent:
-                    there = state_page(live.cache) is not None
-                    need[group] += 0 if live.forked and there else 1
-                    borrowed[group] += 1 if there and not live.forked else 0
-                elif live.model.history % self.setup.size and request_pages(live.cache, number)[-1] is not None:
-                    need[group] += 1
-                    borrowed[group] += 1
-        least = [slots - copies for slots, copies in zip(need, borrowed, strict=True)]
-        return self.inside.fits(need, pages), self.inside.fits(least, pages)
-
-    def _fits_to_grow(self, live: Live, capacity: int, history: int) -> bool | None:
-        """By counting pages; None where pages would go as others come."""
-        model = live.model
-        need = [0] * self.inside.hierarchy.num_groups
-        blocks = range(model.blocks, -(-capacity // self.setup.size))
-        for number, kind in enumerate(self.setup.kinds):
-            if kind.recurrent:
-                continue
-            if len(kind.stale(self.setup.size, history)) != len(kind.stale(self.setup.size, model.history)):
-                return None
-            fresh = [block for block in blocks if block not in kind.stale(self.setup.size, history)]
-            need[self.inside.shared.pool_group_of[number]] += len(fresh) * model.width
-        return self.inside.fits(need, [])
-
     def resize(self, live: Live, capacity: int, history: int, check: bool) -> str:
         model = live.model
         before = self.fingerprint(live) if check and self.calm() else None
         if any(len(buffer) * self.setup.size < capacity for buffer in live.buffers.values()):
             return self.mistake(live, "short buffer", lambda: live.cache.resize(capacity, history), ConfigError)
-        fits = self._fits_to_grow(live, capacity, history) if before is not None and not self.setup.scratch else None
+        fits = self.fits_to_grow(live, capacity, history) if before is not None and not self.setup.scratch else None
         failure, done = self.attempt(live, "resize", lambda: self.calls.resize(live.cache, capacity, history))
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)

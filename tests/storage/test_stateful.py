@@ -82,6 +82,13 @@ class HierarchyMachine(RuleBasedStateMachine):
             short = self.model.make_room(target, need, load, [])
         return short
 
+    def changed(self, entry: Entry, locks: int = 0, holds: int = 0, owned: bool | None = None) -> None:
+        """What a call has changed of a page."""
+        entry.locks += locks
+        entry.holds += holds
+        entry.owned = entry.owned if owned is None else owned
+        self.model.settle(entry)
+
     # --- one page
 
     @rule(life_cycle=numbers)
@@ -145,41 +152,27 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def adopt(self, number: int) -> None:
-        entry = self.pick(number, [e for e in self.model.entries if not e.owned and not e.page.lost])
-        if entry is None:
-            return
-        self.rig_().hierarchy.adopt(entry.page, self.block, 4)
-        entry.owned = True
-        self.model.settle(entry)
+        if entry := self.pick(number, [e for e in self.model.entries if not e.owned and not e.page.lost]):
+            self.rig_().hierarchy.adopt(entry.page, self.block, 4)
+            self.changed(entry, owned=True)
 
     @rule(number=numbers)
     def unlock(self, number: int) -> None:
-        entry = self.pick(number, self.all(locked=True))
-        if entry is None:
-            return
-        self.rig_().hierarchy.unlock(entry.page, self.rig_().timeline.record(self.rig_().stream))
-        entry.locks -= 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all(locked=True)):
+            self.rig_().hierarchy.unlock(entry.page, self.rig_().timeline.record(self.rig_().stream))
+            self.changed(entry, locks=-1)
 
     @rule(number=numbers)
     def park(self, number: int) -> None:
-        entry = self.pick(number, self.all(locked=True))
-        if entry is None:
-            return
-        self.rig_().hierarchy.hold_locked(entry.page, self.rig_().timeline.record(self.rig_().stream))
-        entry.locks -= 1
-        entry.holds += 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all(locked=True)):
+            self.rig_().hierarchy.hold_locked(entry.page, self.rig_().timeline.record(self.rig_().stream))
+            self.changed(entry, locks=-1, holds=1)
 
     @rule(number=numbers)
     def lock_held(self, number: int) -> None:
-        entry = self.pick(number, self.all(held=True, gpu=True))
-        if entry is None:
-            return
-        self.rig_().hierarchy.lock_held(entry.page)
-        entry.locks += 1
-        entry.holds -= 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all(held=True, gpu=True)):
+            self.rig_().hierarchy.lock_held(entry.page)
+            self.changed(entry, locks=1, holds=-1)
 
     @rule(bits=numbers)
     def suspend(self, bits: int) -> None:
@@ -194,39 +187,27 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def lock(self, number: int) -> None:
-        entry = self.pick(number, self.all(gpu=True))
-        if entry is None:
-            return
-        self.rig_().hierarchy.lock(entry.page)
-        entry.locks += 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all(gpu=True)):
+            self.rig_().hierarchy.lock(entry.page)
+            self.changed(entry, locks=1)
 
     @rule(number=numbers)
     def hold(self, number: int) -> None:
-        entry = self.pick(number, self.all())
-        if entry is None:
-            return
-        self.rig_().hierarchy.hold(entry.page)
-        entry.holds += 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all()):
+            self.rig_().hierarchy.hold(entry.page)
+            self.changed(entry, holds=1)
 
     @rule(number=numbers)
     def release(self, number: int) -> None:
-        entry = self.pick(number, self.all(held=True))
-        if entry is None:
-            return
-        self.rig_().hierarchy.release(entry.page)
-        entry.holds -= 1
-        self.model.settle(entry)
+        if entry := self.pick(number, self.all(held=True)):
+            self.rig_().hierarchy.release(entry.page)
+            self.changed(entry, holds=-1)
 
     @rule(number=numbers)
     def unlist(self, number: int) -> None:
-        entry = self.pick(number, [e for e in self.model.entries if e.owned])
-        if entry is None:
-            return
-        self.rig_().hierarchy.unlist(entry.page)
-        entry.owned = False
-        self.model.settle(entry)
+        if entry := self.pick(number, [e for e in self.model.entries if e.owned]):
+            self.rig_().hierarchy.unlist(entry.page)
+            self.changed(entry, owned=False)
 
     @rule(number=numbers)
     def discard(self, number: int) -> None:
