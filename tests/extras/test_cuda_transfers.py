@@ -14,6 +14,7 @@ from kv_cache_manager_v2.errors import (
     CuError,
     LogicError,
 )
+from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.ids import Stream
 from tests.extras.conftest import Make
 from tests.extras.cuda_standin import StandIn

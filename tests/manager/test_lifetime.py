@@ -13,21 +13,18 @@ import pytest
 
 from kv_cache_manager_v2 import (
     AlreadyDroppedError,
-    BufferId,
     ConfigError,
     EmulatedDriver,
     HalfOpenRange,
     KVCache,
     KVCacheError,
     KVCacheManager,
-    LayerId,
     LogicError,
     OutOfMemoryError,
     OutOfPagesError,
-    ReuseScope,
 )
 from tests.support import inside
-from tests.support.models import KEY, small
+from tests.support.models import small
 from tests.support.rig import Rig, toks
 
 
@@ -56,20 +53,6 @@ def test_a_range_means_the_same_in_each_build(beg: int, end: int, length: int) -
     assert (span == HalfOpenRange(7, 7)) is (length == 0)
     first, last = span
     assert (first, last) == (beg, end)
-
-
-def test_property_setters_raise() -> None:
-    """The capacity setter raises when there are no pages, and the caller does not go on with too little."""
-    with Rig(small(4)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
-        with pytest.raises(OutOfPagesError):
-            cache.capacity = 17
-        assert cache.capacity == 0
-        cache.capacity = 16
-        with pytest.raises(ConfigError):
-            cache.history_length = 17
-        assert (cache.capacity, cache.history_length) == (16, 0)
 
 
 REFUSALS = """
@@ -264,24 +247,6 @@ def test_a_dropped_manager_gives_everything_back() -> None:
         gc.collect()
     driver.destroy_stream(stream)
     driver.close()
-
-
-def test_value_objects() -> None:
-    """Ids are tuples in every respect; scopes and configurations survive pickling and copying."""
-    import copy
-    import pickle
-
-    buffer = BufferId(LayerId(1), KEY)
-    assert isinstance(buffer, tuple)
-    assert (buffer, hash(buffer), buffer[1], len(buffer)) == ((1, "key"), hash((1, "key")), "key", 2)
-    assert pickle.loads(pickle.dumps(buffer)) == buffer
-    with pytest.raises(AttributeError):
-        buffer.layer_id = LayerId(4)  # type: ignore[misc]
-    for scope in (ReuseScope(), ReuseScope(1, 2), ReuseScope(None, (1 << 64) - 1)):
-        assert pickle.loads(pickle.dumps(scope)) == scope == copy.deepcopy(scope)
-        assert hash(scope) == hash(copy.copy(scope))
-    config = small(8, kinds=["full", (8, 4)])
-    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
 def test_one_handler_for_both_shortages() -> None:

@@ -5,12 +5,10 @@ Times say the same, but only on a quiet machine; see bench/.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
+from tests.support.inside import calls_of
 from tests.support.models import MIB, attention, model
 from tests.support.rig import Rig, toks
 
@@ -21,13 +19,6 @@ pytestmark = pytest.mark.skipif(COMPILED, reason="calls between compiled functio
 
 def calls_to_evict(slot_bytes: int) -> tuple[int, int]:
     """Prompts of one block each that fill the GPU, and the calls that it takes to grow by `EVICTED` blocks in their place."""
-    calls = 0
-
-    def count(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal calls
-        if event == "call":
-            calls += 1
-
     config = model([attention(0, slot_bytes)], tokens_per_block=4, gpu=2 * MIB, max_util=1.0)
     with Rig(config, engine=False) as rig:
         resident = rig.manager.get_storage_statistics()[0].total
@@ -40,12 +31,7 @@ def calls_to_evict(slot_bytes: int) -> tuple[int, int]:
         cache = rig.create()
         assert cache.resume(rig.stream)
         dropped = rig.manager.movement.pages_dropped(0)
-        sys.setprofile(count)
-        try:
-            done = cache.resize(4 * EVICTED)
-        finally:
-            sys.setprofile(None)
-        assert done
+        calls = calls_of(lambda: cache.resize(4 * EVICTED))
         assert rig.manager.movement.pages_dropped(0) == dropped + EVICTED
         cache.close()
     return resident, calls

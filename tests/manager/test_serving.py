@@ -124,6 +124,3 @@ def test_a_second_pass_hits_everything() -> None:
             assert rig.extend(tokens) == 0
         for tokens in sequences:
             assert rig.extend(tokens) == 1000
-
-
-# --- coverage of pages: a conversation's endpoints survive its longer and shorter turns (32 tokens a block, window 16 and full)

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.storage.cell import MOST_JUST_HELD
+from tests.support.inside import calls_of
 from tests.support.storage_rig import StorageRig
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="calls are counted with the interpreter's profiler")
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Python calls that the work makes, without those of a collection of garbage in between."""
-    count = 0
-    collects = gc.isenabled()
-
-    def note(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        if collects:
-            gc.enable()
-    return count
 
 
 def held_in_front(rig: StorageRig, count: int) -> None:

@@ -5,7 +5,10 @@ Rule: every question that a test asks about the inside is asked of `introspectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 from kv_cache_manager_v2 import KVCacheManager, ReuseScope, introspection
 from kv_cache_manager_v2.introspection import MatchDepths as Depths
@@ -23,6 +26,7 @@ __all__ = [
     "Counts",
     "Depths",
     "all_counts",
+    "calls_of",
     "counts",
     "coverage",
     "depths",
@@ -57,3 +61,23 @@ def narrow(manager: KVCacheManager, block: Block, page: Page | None) -> None:
         page.coverage -= 1
         manager.shared.tree.hide(block)  # hide and show recount what the pages of the block are good for
         manager.shared.tree.show(block)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Python calls that the work makes, without those of a collection of garbage in between."""
+    count = 0
+    collects = gc.isenabled()
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+    return count
