@@ -49,6 +49,7 @@ def _rows() -> list[Operation]:
     for layers, suffix in (("full", ""), ("window", ", full + window")):
         row(f"decode step, calls{suffix}", steps.DecodeCalls, _FEW, layers=layers)
         row(f"decode step, batch{suffix}", steps.DecodeBatch, _FEW, layers=layers)
+        row(f"decode step, step(){suffix}", steps.DecodeStep, _FEW, layers=layers)
     row("decode step, batch, index matrix", steps.DecodeMatrix, _FEW)
     row("decode step, calls, statistics off", steps.DecodeCalls, _FEW, statistics=False)
     row("decode step, calls, statistics committed", steps.DecodeStatistics, _FEW)

@@ -74,6 +74,21 @@ class DecodeBatch(DecodeCalls):
         return BLOCK
 
 
+class DecodeStep(DecodeCalls):
+    """All requests in one block: `manager.step`."""
+
+    def run(self) -> int:
+        caches = self.caches
+        drawn = [17] * len(caches)
+        step = self.bench.manager.step
+        for _step in range(BLOCK):
+            with step(caches, 1, drawn) as begun:
+                if begun.short:
+                    raise AssertionError("too few pages")
+        self.length += BLOCK
+        return BLOCK
+
+
 class DecodeMatrix(DecodeBatch):
     """The batch calls, with every request's page indices written into its row of one int32 matrix."""
 

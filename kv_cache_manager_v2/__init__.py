@@ -97,6 +97,7 @@ from kv_cache_manager_v2.layout.life_cycle import AttnLifeCycle, LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
+from kv_cache_manager_v2.make_room import MakeRoom, SuspendCheapest, SuspendYoungest
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.renamed import find_old_paths
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
@@ -114,6 +115,7 @@ from kv_cache_manager_v2.statistics import (
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
 )
+from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 from kv_cache_manager_v2.token_slots import TokenSlots, slots_to_read, slots_to_write
@@ -139,6 +141,10 @@ __all__ = [
     "PlannedDropHandle",
     "resize_batch",
     "commit_batch",
+    "Step",
+    "MakeRoom",
+    "SuspendCheapest",
+    "SuspendYoungest",
     "PlainBatchTables",
     "TokenSlots",
     "slots_to_read",

@@ -42,7 +42,6 @@ from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look, poison_of, take_poison_of
@@ -59,6 +58,7 @@ from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.statistics import (
     MovementCounters,
 )
+from kv_cache_manager_v2.step import ManagerSteps
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
@@ -66,7 +66,7 @@ from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
 _log: Final = logging.getLogger(__name__)
 
 
-class KVCacheManager(ManagerStatistics):
+class KVCacheManager(ManagerSteps):
     """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
     `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call

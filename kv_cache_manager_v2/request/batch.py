@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import index
 from typing import SupportsIndex
 
-from kv_cache_manager_v2.arguments import whole, wholes
+from kv_cache_manager_v2.arguments import WORD_LIMIT, at_least, whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
@@ -118,6 +118,32 @@ def resize_all(requests: list[Request], capacities: list[object], histories: lis
                         return position
                 elif not _resize(request, capacity, whole(histories[position], f"histories[{position}]")):
                     return position
+        except KVCacheError as error:
+            _name_request(error, requests[position], position)
+            raise
+    return count
+
+
+def resize_step(requests: list[Request], counts: list[object], first: int, out: list[bool]) -> int:
+    """Give requests pages for `counts` tokens after their histories, from the one at `first` on, until one has a shortage.
+
+    Returns the position of that one, or the number of requests. Leaves out those that are marked in `out`, if it is not empty.
+    """
+    count = len(requests)
+    position = first
+    if count == 0:
+        return 0
+    with requests[0].shared.lock:
+        try:
+            while position < count:
+                request = requests[position]
+                item = counts[position]
+                wanted = item if type(item) is int and 0 <= item < WORD_LIMIT else at_least(item, f"num_new_tokens[{position}]", 0)
+                if not (out and out[position]):
+                    capacity = request.history + wanted
+                    if not request.stay_inside_block(capacity) and not _resize(request, capacity, None):
+                        return position
+                position += 1
         except KVCacheError as error:
             _name_request(error, requests[position], position)
             raise

@@ -25,6 +25,24 @@ def pages_by_level(request: Request) -> list[list[int]]:
     return counts
 
 
+def cost_of_return(request: Request, pool_group: int) -> tuple[int, int]:
+    """GPU slots of a pool group that suspending an ACTIVE request can free, and the bytes that it must load to come back.
+
+    Pages that other ACTIVE requests use too are not counted. O(live pages).
+    """
+    slots, nbytes = 0, 0
+    sizes = request.shared.layout.slot_sizes
+    for page in request.live_pages():
+        if page.locks == 1:
+            nbytes += sum(sizes[page.pool_group])
+            if page.pool_group == pool_group:
+                slots += 1
+    for table in request.tables:
+        if table.pool_group == pool_group:
+            slots += len(table.scratch)
+    return slots, nbytes
+
+
 def resume(request: Request, stream: Stream) -> bool:
     """Onload and lock every live page. Returns False, with nothing changed but `last_shortage`, on a shortage.
 

@@ -14,14 +14,14 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request.request import PriorityCallback
 from kv_cache_manager_v2.reuse.explain import MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.reuse.tokens import Tokens
+from kv_cache_manager_v2.step import ManagerSteps
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
-class KVCacheManager(ManagerStatistics):
+class KVCacheManager(ManagerSteps):
     """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
     `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call

@@ -35,7 +35,7 @@ def setup() -> KVCacheManagerConfig:
 
 
 class Scene:
-    """One manager with an ACTIVE, a SUSPENDED and a closed cache, and another manager beside it."""
+    """One manager with an ACTIVE, a SUSPENDED and a closed cache, one in the middle of a step, and another manager beside it."""
 
     def __init__(self) -> None:
         self.events = KVCacheEventManager(1000)
@@ -52,6 +52,10 @@ class Scene:
         self.foreign = self._start(self.other)
         self.tables = PlainBatchTables(self.manager, 2, 16)
         self.tables.add(self.suspended)
+        self.step_tables = PlainBatchTables(self.manager, 2, 16)
+        self.stepping = self._start(self.rig)
+        self.step_tables.add(self.stepping)
+        self.step = self.manager.step([self.stepping], 4).__enter__()
         self.events.flush_iteration_events()
         self.mirror = EventMirror(self.events.snapshot_events())
         self.table: KVCachePageTable = page_table_of(self.manager)
@@ -67,6 +71,11 @@ class Scene:
         assert cache.resize(10)
         cache.commit(toks(0, 6))
         return cache
+
+    def suspend_all(self) -> None:
+        """For calls that need it."""
+        self.active.suspend()
+        self.stepping.suspend()
 
     def __enter__(self) -> Scene:
         return self
@@ -101,7 +110,7 @@ class Scene:
             rig.manager.check_invariants()
             rig.driver.check_invariants()
         seen: list[object] = []
-        for cache in (self.active, self.suspended, self.closed, self.foreign):
+        for cache in (self.active, self.suspended, self.closed, self.foreign, self.stepping):
             seen += [
                 cache.status,
                 cache.id,

@@ -29,7 +29,7 @@ from tests.arguments.stubs import (
 from tests.arguments.values import INTEGERS, valid_arguments, wrong
 
 # What we call, and users implement: a call of the seam takes what its manager gives it, and is too hot to be asked.
-SEAMS: Final = ("Driver", "IdentifyingDriver", "CacheListener")
+SEAMS: Final = ("Driver", "IdentifyingDriver", "CacheListener", "MakeRoom")
 
 # Numbers by which something is named that must be there: that it is not is a LogicError.
 NAMED: Final = frozenset({"stream", "cuda_stream", "address", "nbytes"})
@@ -42,7 +42,7 @@ ASKED_BY_THE_PACKAGE: Final = frozenset({"first_read", "next_stale_change", "scr
 
 # Only the package makes these.
 MADE_BY_US: Final = frozenset(
-    {"KVCache", "PageIndexConverter", "SizingTable", "MovementCounters", "LifeCycle", "TransferPlan", "PlannedDropHandle"}
+    {"KVCache", "PageIndexConverter", "SizingTable", "MovementCounters", "LifeCycle", "TransferPlan", "PlannedDropHandle", "Step"}
 )
 
 # Records that users hand in; all others are handed out, and are what we put into them.
@@ -87,6 +87,7 @@ RECEIVERS: Final[dict[str, Callable[[Scene], object]]] = {
     "KVCacheManager": lambda scene: scene.manager,
     "KVCacheEventManager": lambda scene: scene.events,
     "PlainBatchTables": lambda scene: scene.tables,
+    "Step": lambda scene: scene.step,
     "EventMirror": lambda scene: scene.mirror,
     "EmulatedDriver": lambda scene: scene.driver,
     "KVCachePageTable": lambda scene: scene.table,
@@ -133,6 +134,9 @@ def call(scene: Scene, operation: Operation, arguments: dict[str, object]) -> ob
         result.close()
     elif isinstance(result, EmulatedGate):
         result.open()
+    elif isinstance(result, kv_cache_manager_v2.Step):
+        with result:
+            pass
     return result
 
 
@@ -190,7 +194,7 @@ def test_valid_arguments_are_taken(operation: Operation) -> None:
         if operation.name in ("shutdown", "clear_reusable_blocks", "close", "plan_committed_block_drop"):
             pytest.skip("needs a manager, or a request, at its end: no valid arguments in the scene")
         if operation.name == "adjust" or (operation.owner == "KVCacheManager" and operation.name == "resize"):
-            scene.active.suspend()
+            scene.suspend_all()
         call(scene, operation, valid_arguments(scene, operation))
         scene.print_of()
 
@@ -205,7 +209,7 @@ def test_any_integer_type_is_an_integer(operation: Operation) -> None:
         for kind in (int, np.int64, np.uint16):
             with Scene() as scene:
                 if operation.owner == "KVCacheManager" and operation.name == "resize":
-                    scene.active.suspend()
+                    scene.suspend_all()
                 arguments = valid_arguments(scene, operation)
                 number = arguments.get(parameter.name)
                 if not isinstance(number, int):

@@ -158,9 +158,17 @@ VALID: Final[Mapping[str, Maker]] = {
     "base_indices": always([1, 2]),
     "out": always(None),
     "offsets": always(None),
+    "num_new_tokens": always([4]),
+    "make_room": always(None),
+    "also": lambda scene: [scene.active],
+    "Step.advance.num_tokens": always([3]),
+    "Step.commit.tokens": always([[100]]),
+    "Step.rows.tables": lambda scene: scene.step_tables,
+    "KVCacheManager.step.tokens": always([[100]]),
     "max_requests": always(2),
     "max_blocks": always(4),
     "arrays": always(None),
+    "PlainBatchTables.add.cache": lambda scene: scene.active,
     "PlainBatchTables.remove.cache": lambda scene: scene.suspended,
     "PlainBatchTables.row.cache": lambda scene: scene.suspended,
     "PlainBatchTables.rows.caches": lambda scene: [scene.suspended],
@@ -433,7 +441,10 @@ def wrong(scene: Scene, operation: Operation, parameter: Parameter) -> Iterator[
         yield from special
     if parameter.annotation == "object" or parameter.name in OPAQUE:
         assert parameter.name in OPAQUE, f"tests/arguments/values.py has no wrong {parameter.name!r} of {operation}"
-        yield from TOKENS_OF_EACH if operation.name == "commit_batch" else OPAQUE[parameter.name]
+        if str(operation) == "Step.commit":  # what the items are is seen at the step's end
+            yield from (5, "abc", object(), {1: 2.5}, Duck())
+        else:
+            yield from TOKENS_OF_EACH if operation.name in ("commit_batch", "step") else OPAQUE[parameter.name]
         return
     for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, operation, parameter) or frozenset()):
         if not (parameter.name in IN_BULK and value == [True]):
@@ -451,6 +462,13 @@ SPECIAL: Final[Mapping[str, Maker]] = {
     "PlainBatchTables.remove.cache": lambda scene: (scene.foreign, scene.closed, scene.active),
     "PlainBatchTables.row.cache": lambda scene: (scene.foreign, scene.closed, scene.active),
     "PlainBatchTables.rows.caches": lambda scene: ([scene.foreign], [scene.active], [None], [scene.suspended.state]),
+    "Step.commit.tokens": lambda scene: ([], [1, 2]),
+    "Step.advance.num_tokens": lambda scene: ([], [1, 2], [5]),
+    "Step.rows.tables": lambda scene: (scene.tables,),
+    "KVCacheManager.step.caches": lambda scene: ([scene.foreign], [scene.active, scene.suspended], [None], [scene.active.state]),
+    "KVCacheManager.step.num_new_tokens": lambda scene: ([], [1, 2], ["x"], "x", 1.5, True, [math.nan]),
+    "KVCacheManager.step.tokens": lambda scene: ([], [1, 2], [None], ["x"], [[-1]]),
+    "SuspendYoungest.also": lambda scene: ([None], [scene.active.state]),
     "slots_to_write.begins": lambda scene: ([], [2, 3], [10], [11]),
     "slots_to_write.ends": lambda scene: ([], [2, 3], [1], [11]),
     "slots_to_write.layer_group_id": lambda scene: (7, scene.recurrent_group()),

@@ -19,6 +19,7 @@ from kv_cache_manager_v2 import (
     LogicError,
     PlainBatchTables,
     PlannedDropHandle,
+    SuspendCheapest,
     commit_batch,
     resize_batch,
 )
@@ -134,6 +135,11 @@ def end(scene: Scene) -> None:
     scene.manager.shutdown()
 
 
+def step(scene: Scene) -> None:
+    with scene.manager.step([scene.active, scene.ended], [10, 20], make_room=SuspendCheapest()) as begun:
+        begun.advance([4 for _cache in begun.caches])
+
+
 def widen(scene: Scene) -> None:
     scene.active.beam_width = 2
 
@@ -165,6 +171,7 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "resize batch": lambda scene: resize_batch([scene.active, scene.ended], [20, 30]),
     "commit batch": lambda scene: commit_batch([scene.active], [toks(5006, 5010)]),
     "add to tables": lambda scene: PlainBatchTables(scene.manager, 2, 16).add(scene.active),
+    "step": step,
     "probe": lambda scene: scene.manager.probe_reuse(None, toks(0, 8)),
     "clear": clear,
     "resize host": lambda scene: suspend_all(scene).resize(HOST, GRAIN // 3),
@@ -245,7 +252,7 @@ def test_a_refused_device_call_changes_nothing(name: str, model: str, refusal: C
 
 
 # Calls of one step, which can be compared and tried again.
-SINGLE = set(CALLS) - {"clear", "resize host", "resize GPU", "adjust", "shutdown", "commit a token", "resize batch"}
+SINGLE = set(CALLS) - {"clear", "resize host", "resize GPU", "adjust", "shutdown", "commit a token", "resize batch", "step"}
 
 
 def test_a_nested_call_is_refused_and_changes_nothing() -> None:

@@ -92,6 +92,11 @@ def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> 
         tables = kvcm.PlainBatchTables(manager, 4, 64)
         assert len(tables.rows([cache])) == 1 if tables.add(cache) == 0 else False
         tables.remove(cache)
+        rooms: list[kvcm.MakeRoom] = [kvcm.SuspendYoungest(), kvcm.SuspendCheapest([cache])]
+        with manager.step([cache], 96, make_room=rooms[0]) as step:
+            begun: kvcm.Step = step
+            assert begun.caches == [cache]
+            begun.advance([0])
         cache.commit([1, 2, 3])
         cache.commit(accepted_input_tokens=[4], is_end=False)
         assert kvcm.resize_batch([cache], [97]) == 1

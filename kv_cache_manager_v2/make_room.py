@@ -1,0 +1,103 @@
+"""Make-room policies: which other cache gives its pages when a request of a step gets none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from mypy_extensions import mypyc_attr
+
+from kv_cache_manager_v2.arguments import instances
+from kv_cache_manager_v2.ids import GPU_LEVEL
+from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.request.request import ACTIVE, Request
+from kv_cache_manager_v2.request.residency import cost_of_return
+from kv_cache_manager_v2.storage.planner import Shortage
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class MakeRoom(ABC):
+    """Asked by a step (`KVCacheManager.step`) for each request that has a shortage which is not permanent."""
+
+    @abstractmethod
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
+        """Free pages for the cache that has the shortage: suspend or close other caches, of the step or not.
+
+        `candidates` are the other ACTIVE caches of the step, in its order. True: the request is tried again, and this is called
+        again as long as the shortage has become smaller. False: the request does not take part in the step.
+        """
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SuspendYoungest(MakeRoom):
+    """Suspends the cache that was created last, if it is younger than the one that asks and has pages of its own to give.
+
+    So the oldest request always goes on, and two requests never take turns at suspending each other. `also` are further caches
+    that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
+    """
+
+    def __init__(self, also: Sequence[KVCache] = ()) -> None:
+        instances(also, KVCache, "also")
+        self.also: Sequence[KVCache] = also
+
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
+        chosen: KVCache | None = None
+        age = asking.state.serial
+        for cache in _suspendable(asking, shortage, candidates, self.also):
+            if cache.state.serial > age and cost_of_return(cache.state, shortage.pool_group)[0] > 0:
+                chosen, age = cache, cache.state.serial
+        return _suspend(chosen)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SuspendCheapest(MakeRoom):
+    """Suspends the cache with the fewest bytes to load when it comes back, among those that end the shortage.
+
+    If none of them does, the one that lessens it most. Pages that other requests use too stay where they are, and cost nothing.
+    O(pages of the candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each
+    shortage. Suspends nothing if no colder tier has room.
+    """
+
+    def __init__(self, also: Sequence[KVCache] = ()) -> None:
+        instances(also, KVCache, "also")
+        self.also: Sequence[KVCache] = also
+
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
+        chosen: KVCache | None = None
+        most, least = 0, 0  # slots that the chosen one frees, as far as they are missing; bytes to load for it
+        for cache in _suspendable(asking, shortage, candidates, self.also):
+            slots, nbytes = cost_of_return(cache.state, shortage.pool_group)
+            useful = min(slots, shortage.missing)
+            if useful > most or (useful == most > 0 and nbytes < least):
+                chosen, most, least = cache, useful, nbytes
+        return _suspend(chosen)
+
+
+def _suspendable(asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache], also: Sequence[KVCache]) -> list[KVCache]:
+    """The caches that can be suspended; none if their pages could not leave the GPU."""
+    request = asking.state
+    if not _has_room_below(request, shortage.pool_group):
+        return []
+    found: list[KVCache] = []
+    for cache in [*candidates, *instances(also, KVCache, "also")]:
+        other = cache.state
+        if other.status == ACTIVE and other is not request and other.shared is request.shared:
+            found.append(cache)
+    return found
+
+
+def _has_room_below(request: Request, pool_group: int) -> bool:
+    """Whether a colder level has a slot that is free, or whose page can be dropped."""
+    hierarchy = request.shared.hierarchy
+    for level in range(GPU_LEVEL + 1, hierarchy.num_levels):
+        cell = hierarchy.level_cells(level)[pool_group]
+        if cell.free > 0 or cell.num_droppable > 0:
+            return True
+    return False
+
+
+def _suspend(cache: KVCache | None) -> bool:
+    if cache is None:
+        return False
+    cache.suspend()
+    return True

@@ -1,0 +1,267 @@
+"""One step of an engine as one object: pages before it, token slots and rows in it, commits after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, SupportsIndex
+
+from kv_cache_manager_v2.arguments import IntBuffer, Integers, at_least, flag, instance, instance_or_none, items_of
+from kv_cache_manager_v2.batch_calls import requests_of
+from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.ids import PageIndexMode
+from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.layout.page_index import PageIndexConverter
+from kv_cache_manager_v2.make_room import MakeRoom
+from kv_cache_manager_v2.manager_statistics import ManagerStatistics
+from kv_cache_manager_v2.request import batch
+from kv_cache_manager_v2.request.request import ACTIVE, Request
+from kv_cache_manager_v2.reuse.tokens import Tokens
+from kv_cache_manager_v2.storage.planner import Shortage
+from kv_cache_manager_v2.token_slots import TokenSlots, slots_to_read, slots_to_write
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.batch_tables import PlainBatchTables
+
+_NEW: Final = 0
+_OPEN: Final = 1
+_ENDED: Final = 2
+
+
+class Step:
+    """The step of a batch of caches. `KVCacheManager.step` makes it; a `with` block begins and ends it.
+
+    At its beginning each cache gets pages for its new tokens, which follow its history. At its end tokens are committed, or
+    histories advanced, if the block said so and did not raise. A step equals the loops over `resize` and `commit` in lengths,
+    pages, statistics and events.
+    """
+
+    def __init__(
+        self,
+        caches: list[KVCache],
+        requests: list[Request],
+        counts: list[object],
+        tokens: list[object] | None,
+        policy: MakeRoom | None,
+    ) -> None:
+        """Internal. `KVCacheManager.step` makes steps."""
+        self._given = caches
+        self._requests = requests
+        self._counts = counts
+        self._tokens = tokens
+        self._policy = policy
+        self._phase = _NEW
+        self._advance: list[int] | None = None  # tokens by which histories advance at the end
+        self._short: list[int] = []  # positions of the caches that got no pages
+        self._suspended: list[int] = []  # positions of those that were ACTIVE before the policy was asked, and are no more
+        self._positions: list[int] | None = None  # of the others, if these are not all
+
+    def __enter__(self) -> Step:
+        if self._phase != _NEW:
+            raise LogicError("a step can be begun once; make another one with manager.step()")
+        self._phase = _ENDED  # unless all goes well
+        requests = self._requests
+        count = len(requests)
+        position = batch.resize_step(requests, self._counts, 0, [])
+        if position < count:
+            self._begin_short(position)
+        self._phase = _OPEN
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began."""
+        if self._phase != _OPEN:
+            return
+        self._phase = _ENDED
+        if kind is not None:
+            return
+        requests = self._taking_part()
+        if self._tokens is not None:
+            batch.commit_all(requests, self._tokens)
+        elif self._advance is not None:
+            capacities: list[object] = [request.capacity for request in requests]
+            histories: list[object] = [requests[number].history + self._advance[number] for number in range(len(requests))]
+            done = batch.resize_all(requests, capacities, histories)
+            if done < len(requests):
+                raise OutOfPagesError(f"caches[{done}] cannot advance its history: {requests[done].last_shortage}")
+
+    # --- who takes part
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The caches that have pages for the step, in the order given. All results of the step are in this order."""
+        positions = self._positions
+        return list(self._given) if positions is None else [self._given[position] for position in positions]
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of each of `caches` among those that the step was made of."""
+        return list(range(len(self._given))) if self._positions is None else list(self._positions)
+
+    @property
+    def short(self) -> list[KVCache]:
+        """The caches that got no pages: nothing of them has changed but `last_shortage`, which says what is missing."""
+        return [self._given[position] for position in self._short]
+
+    @property
+    def suspended(self) -> list[KVCache]:
+        """The caches of the step that the make-room policy suspended or closed."""
+        return [self._given[position] for position in self._suspended]
+
+    # --- what a kernel takes
+
+    def slots_to_write(
+        self,
+        layer_group_id: SupportsIndex,
+        converter: PageIndexConverter | None = None,
+        index_mode: PageIndexMode | SupportsIndex | None = None,
+        out: IntBuffer | None = None,
+        offsets: IntBuffer | None = None,
+    ) -> TokenSlots:
+        """Where the new tokens of each cache are written: see `kv_cache_manager_v2.slots_to_write`."""
+        self._require_open("slots_to_write()")
+        return slots_to_write(self.caches, layer_group_id, None, None, converter, index_mode, out, offsets)
+
+    def slots_to_read(
+        self,
+        layer_group_id: SupportsIndex,
+        converter: PageIndexConverter | None = None,
+        index_mode: PageIndexMode | SupportsIndex | None = None,
+        out: IntBuffer | None = None,
+        offsets: IntBuffer | None = None,
+    ) -> TokenSlots:
+        """Where the tokens lie that the new tokens of each cache read: see `kv_cache_manager_v2.slots_to_read`."""
+        self._require_open("slots_to_read()")
+        return slots_to_read(self.caches, layer_group_id, None, None, converter, index_mode, out, offsets)
+
+    def rows(self, tables: PlainBatchTables, out: IntBuffer | None = None) -> IntBuffer:
+        """The row of each cache in batch tables: see `PlainBatchTables.rows`."""
+        from kv_cache_manager_v2.batch_tables import (
+            PlainBatchTables,
+        )  # not above: that module needs the manager, which needs this one
+
+        self._require_open("rows()")
+        return instance(tables, PlainBatchTables, "tables").rows(self.caches, out)
+
+    # --- what the end does
+
+    def commit(self, tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
+        """Commit these tokens when the block ends: an id, or a sequence of tokens, for each of `caches`. The last call counts.
+
+        Raises ConfigError for another number of items. Invalid tokens raise the errors of `KVCache.commit` at the end.
+        """
+        self._require_open("commit()")
+        self._tokens = self._one_for_each(tokens, "tokens", "ids, or sequences of tokens")
+        self._advance = None
+
+    def advance(self, num_tokens: Integers | None = None) -> None:
+        """Advance the history of each of `caches` by so many tokens when the block ends, without a commit. None: all new tokens.
+
+        For requests whose tokens are not to be reused. Raises ConfigError for another number of items, and for more tokens than are
+        new.
+        """
+        self._require_open("advance()")
+        requests = self._taking_part()
+        counts: list[int] = []
+        given = None if num_tokens is None else self._one_for_each(num_tokens, "num_tokens", "integers")
+        for position, request in enumerate(requests):
+            most = request.capacity - request.history
+            count = most if given is None else at_least(given[position], f"num_tokens[{position}]", 0)
+            if count > most:
+                raise ConfigError(f"num_tokens[{position}] is {count}; it must be at most the number of new tokens, {most}")
+            counts.append(count)
+        self._advance = counts
+        self._tokens = None
+
+    # --- internal
+
+    def _require_open(self, call: str) -> None:
+        if self._phase != _OPEN:
+            raise LogicError(f"{call} needs a step that has begun and not ended: call it inside the with block")
+
+    def _one_for_each(self, values: object, name: str, what: str) -> list[object]:
+        items = items_of(values, name, what)
+        count = len(self._given) if self._positions is None else len(self._positions)
+        if len(items) != count:
+            raise ConfigError(f"{name} has {len(items)} items; pass one for each of the {count} caches of the step")
+        return items
+
+    def _taking_part(self) -> list[Request]:
+        positions = self._positions
+        return self._requests if positions is None else [self._requests[position] for position in positions]
+
+    def _begin_short(self, position: int) -> None:
+        """Go on from the first cache with a shortage: ask the policy, and leave out those for which it has no answer."""
+        requests = self._requests
+        count = len(requests)
+        out = [False] * count
+        asked = -1  # position of the cache for which the policy was asked last
+        lacked: Shortage | None = None  # what that one lacked then
+        while position < count:
+            shortage = requests[position].last_shortage
+            if not self._find_room(position, shortage, lacked if asked == position else None, out):
+                self._short.append(position)
+                out[position] = True
+            asked, lacked = position, shortage
+            position = batch.resize_step(requests, self._counts, position, out)
+        self._positions = [number for number in range(count) if not out[number]]
+        if self._tokens is not None:
+            self._tokens = [self._tokens[number] for number in self._positions]
+
+    def _find_room(self, position: int, shortage: Shortage | None, last: Shortage | None, out: list[bool]) -> bool:
+        """Ask the policy. False if the cache must do without the step. Marks the caches that are no longer ACTIVE in `out`.
+
+        `last` is the shortage of the cache before the policy was last asked for it; None if it was not.
+        """
+        policy = self._policy
+        if policy is None or shortage is None or shortage.permanent:
+            return False
+        if last is not None and last.pool_group == shortage.pool_group and last.missing <= shortage.missing:
+            return False
+        requests = self._requests
+        before = [number for number in range(len(requests)) if requests[number].status == ACTIVE]
+        candidates = [self._given[number] for number in before if number != position]
+        ask: Callable[..., object] = policy.make_room
+        answer = flag(ask(self._given[position], shortage, candidates), "the answer of make_room()")
+        for number in before:
+            if requests[number].status != ACTIVE:
+                out[number] = True
+                self._suspended.append(number)
+        return answer or out[position]
+
+
+def _num_new_of(counts: object, count: int) -> list[object]:
+    """The numbers of new tokens of a step: one for all caches, or one for each. Raises ConfigError."""
+    if isinstance(counts, SupportsIndex) and getattr(counts, "ndim", 0) == 0:
+        return [counts] * count
+    items = items_of(counts, "num_new_tokens", "integers")
+    if len(items) != count:
+        raise ConfigError(f"num_new_tokens has {len(items)} items; pass one for each of the {count} caches, or one integer for all")
+    return items
+
+
+class ManagerSteps(ManagerStatistics):
+    """The part of `KVCacheManager` that makes steps."""
+
+    def step(
+        self,
+        caches: Sequence[KVCache],
+        num_new_tokens: SupportsIndex | Integers,
+        tokens: Sequence[SupportsIndex | Tokens] | IntBuffer | None = None,
+        make_room: MakeRoom | None = None,
+    ) -> Step:
+        """One step of a batch, as a `with` block. It begins with `resize(history + num_new_tokens)` for each cache, in this order.
+
+        A cache with a shortage is left out, after `make_room` was asked: see `Step.short`. `tokens` are committed at the end, an id
+        or a sequence of tokens for each cache; or call `commit` of the step inside the block. After an exception in the block
+        nothing is committed. Entering raises the errors of `resize`, after earlier caches are resized; leaving those of `commit`.
+        """
+        requests = requests_of(caches)
+        handles = list(caches)
+        if requests and requests[0].shared is not self._shared:
+            raise ConfigError("caches belong to another manager; call step() of that one")
+        committed = None if tokens is None else items_of(tokens, "tokens", "ids, or sequences of tokens")
+        if committed is not None and len(committed) != len(requests):
+            raise ConfigError(f"tokens has {len(committed)} items; pass one for each of the {len(requests)} caches")
+        policy = instance_or_none(make_room, MakeRoom, "make_room")  # type: ignore[type-abstract]
+        return Step(handles, requests, _num_new_of(num_new_tokens, len(requests)), committed, policy)

@@ -1,0 +1,43 @@
+"""Make-room policies: which other cache gives its pages when a request of a step gets none."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.storage.planner import Shortage
+
+class MakeRoom(ABC):
+    """Asked by a step (`KVCacheManager.step`) for each request that has a shortage which is not permanent."""
+
+    @abstractmethod
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
+        """Free pages for the cache that has the shortage: suspend or close other caches, of the step or not.
+
+        `candidates` are the other ACTIVE caches of the step, in its order. True: the request is tried again, and this is called
+        again as long as the shortage has become smaller. False: the request does not take part in the step.
+        """
+
+class SuspendYoungest(MakeRoom):
+    """Suspends the cache that was created last, if it is younger than the one that asks and has pages of its own to give.
+
+    So the oldest request always goes on, and two requests never take turns at suspending each other. `also` are further caches
+    that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
+    """
+
+    also: Sequence[KVCache]
+
+    def __init__(self, also: Sequence[KVCache] = ()) -> None: ...
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool: ...
+
+class SuspendCheapest(MakeRoom):
+    """Suspends the cache with the fewest bytes to load when it comes back, among those that end the shortage.
+
+    If none of them does, the one that lessens it most. Pages that other requests use too stay where they are, and cost nothing.
+    O(pages of the candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each
+    shortage. Suspends nothing if no colder tier has room.
+    """
+
+    also: Sequence[KVCache]
+
+    def __init__(self, also: Sequence[KVCache] = ()) -> None: ...
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool: ...
