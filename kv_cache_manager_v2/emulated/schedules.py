@@ -186,9 +186,10 @@ class CooperativeSchedule(Schedule):
             try:
                 error = transfer.perform()
                 self.tally.add_transfer(transfer.nbytes)
-            except Exception as misuse:  # the gate must open after any error
-                error = str(misuse)
-                self.failures.add(None, misuse)
+            except Exception as failure:  # the gate must open after any error
+                error = f"{type(failure).__name__}: {failure}"
+                if isinstance(failure, LogicError):  # a mistake of the caller, who may not ask for the gate's error
+                    self.failures.add(None, failure)
             if transfer.running():
                 transfer.finish(error)
         with self.lock:

@@ -1,0 +1,41 @@
+"""Any allocation of a call fails: MemoryError comes out, the manager works or says that it is poisoned, and its lock is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.manager.test_any_exception import CALLS, free_lock, poisoned, scene_of
+
+_testcapi = pytest.importorskip("_testcapi", reason="the interpreter cannot be told to fail an allocation")
+
+
+def fails(name: str, folder: Path, number: int) -> bool:
+    """Let one allocation of the call fail, and check what is left; whether it was reached."""
+    scene = scene_of("window", folder, name)
+    call = CALLS[name]
+    error: BaseException | None = None
+    _testcapi.set_nomemory(number, number + 1)
+    try:
+        call(scene)
+    except BaseException as raised:
+        error = raised
+    finally:
+        _testcapi.remove_mem_hooks()
+    assert error is None or "MemoryError" in repr(error), error  # ctypes has an error of its own, with this text
+    scene.interrupted = True  # an event or gate that was made may not have been returned
+    assert free_lock(scene.manager), f"allocation {number}: the lock is held"
+    if not poisoned(scene):
+        scene.finish()
+    return error is not None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_failed_allocation_leaves_a_whole_manager_or_says_so(name: str, tmp_path: Path) -> None:
+    """A sample of the allocations of each public call, ever further apart."""
+    number = 1
+    while fails(name, tmp_path, number):
+        number += 1 + number // 3
+    assert number > 1
