@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from kv_cache_manager_v2.device.file_transfers import move_file_range
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import Stream
 from tests.support.device_rig import SLOT_BYTES, DeviceRig, rig
+from tests.support.inside import flip
 
 ODD = 2 * EXTENT_BYTES + 513  # three extents, the last one short
 SLOTS = 3
@@ -50,11 +50,6 @@ class CheckedFile:
 
     def flip(self, slot: int, bit: int) -> None:
         flip(self.arena.fd, self.arena.address(slot) * 8 + bit)
-
-
-def flip(fd: int, bit: int) -> None:
-    """Flip one bit of a file."""
-    os.pwrite(fd, bytes([os.pread(fd, 1, bit // 8)[0] ^ (1 << bit % 8)]), bit // 8)
 
 
 @pytest.fixture(params=[1, 96, EXTENT_BYTES, ODD])

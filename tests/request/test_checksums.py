@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from kv_cache_manager_v2 import DiskCacheTierConfig, PageDataLostError, introspection
+from tests.support.inside import flip
 from tests.support.models import slot_size, small
 from tests.support.rig import Request, Rig, toks
 
@@ -30,8 +30,7 @@ def damage(rig: Rig, block: int) -> int:
     page = introspection.page_of(introspection.tree_path(rig.manager, PROMPT)[block], 0)
     assert page is not None
     arena = page.cell.arenas[0]
-    at = arena.address(page.slot) + 100
-    os.pwrite(arena.fd, bytes([os.pread(arena.fd, 1, at)[0] ^ 8]), at)
+    flip(arena.fd, 8 * (arena.address(page.slot) + 100) + 3)
     return int(page.slot)
 
 

@@ -5,7 +5,6 @@ Rule: this is the only file here that looks behind the public face.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
@@ -42,16 +41,6 @@ class Inside:
                     found.append((root.scope.data, below, child))
                     stack.append((below, child))
         return found
-
-    # --- bytes
-
-    def page_bytes(self, page: Page, pool: int, offset: int, nbytes: int) -> bytes:
-        """Part of a page as it is now, on whatever level it lies."""
-        address = page.cell.arenas[pool].address(page.slot) + offset
-        arena = page.cell.arenas[pool]
-        if arena.fd >= 0:
-            return os.pread(arena.fd, nbytes, address)
-        return self.driver.read_bytes(address, nbytes)
 
     # --- room, counted page by page
 

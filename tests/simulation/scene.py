@@ -24,6 +24,7 @@ from tests.simulation.model import Library, Request, Token, chain_all
 from tests.simulation.setups import Setup
 from tests.simulation.stream import StreamWatch
 from tests.support.engine import Engine, Plane, fingerprint
+from tests.support.inside import page_bytes
 from tests.support.recount import Recount
 
 
@@ -296,7 +297,7 @@ class Scene:
         """What a page is good for, from position `beg` on, is there, on any level."""
         end = beg + page.coverage
         expected = fingerprint(np.array(words[:end], np.uint32)) if plane.recurrent else np.array(words[beg:end], np.uint32)
-        data = b"".join(self.inside.page_bytes(page, pool, offset, plane.stride) for offset in offsets)
+        data = b"".join(page_bytes(self.driver, page, pool, offset, plane.stride) for offset in offsets)
         found = plane.pages_in(data).reshape(-1, plane.words)[: len(expected), plane.columns]
         assert np.array_equal(found, plane.pattern(expected)), (
             f"a page of {plane.describe()} on level {page.level}, good for {page.coverage} tokens from {beg} on, holds other bytes"

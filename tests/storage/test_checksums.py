@@ -16,6 +16,7 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.tiers import make_tier
 from tests.storage.conftest import NewRig
+from tests.support.inside import flip
 from tests.support.storage_rig import StorageRig, resize_level, settle_all
 
 PAGES = 250  # on disk at once
@@ -28,12 +29,10 @@ def move_to(rig: StorageRig, pages: list[Page], level: int) -> None:
     settle_all(rig)
 
 
-def flip(page: Page, rng: random.Random) -> None:
+def damage(page: Page, rng: random.Random) -> None:
     """Flip a random bit of a page's bytes in the file."""
     arena = rng.choice(page.cell.arenas)
-    bit = rng.randrange(8 * arena.slot_bytes)
-    at = arena.address(page.slot) + bit // 8
-    os.pwrite(arena.fd, bytes([os.pread(arena.fd, 1, at)[0] ^ (1 << bit % 8)]), at)
+    flip(arena.fd, 8 * arena.address(page.slot) + rng.randrange(8 * arena.slot_bytes))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_no_flipped_bit_is_served(new_rig: NewRig, tiers: str, schedule: str, si
         move_to(rig, pages, target + 1)
         damaged = rng.sample(pages, PAGES // 2)
         for page in damaged:
-            flip(page, rng)
+            damage(page, rng)
         assert rig.hierarchy.prefetch(pages, target) is None
         settle_all(rig)
         assert {page.level for page in pages} == {target}
@@ -92,7 +91,7 @@ def test_damage_is_carried_along_from_disk_to_disk(new_rig: NewRig) -> None:
     rig = new_rig([[2], [2], [2]], "gdd")
     page, other = rig.held(1), rig.held(2)
     move_to(rig, [page, other], 1)
-    flip(page, random.Random(0))
+    damage(page, random.Random(0))
     move_to(rig, [page, other], 2)
     assert [page.lost, other.lost] == [True, False]
     rig.expect(other, 2)
@@ -114,7 +113,7 @@ def test_checksums_follow_pages_that_a_resize_compacts(new_rig: NewRig) -> None:
     assert result.ok
     assert result.compacted > 0
     damaged = max(pages[4:], key=lambda page: int(page.slot))
-    flip(damaged, random.Random(0))
+    damage(damaged, random.Random(0))
     assert rig.hierarchy.acquire([0], pages[4:]) is None
     settle_all(rig)
     for i, page in enumerate(pages[4:], start=4):

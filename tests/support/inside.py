@@ -6,11 +6,12 @@ Rule: every question that a test asks about the inside is asked of `introspectio
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from kv_cache_manager_v2 import KVCacheManager, ReuseScope, introspection
+from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager, ReuseScope, introspection
 from kv_cache_manager_v2.introspection import MatchDepths as Depths
 from kv_cache_manager_v2.introspection import SlotCounts as Counts
 from kv_cache_manager_v2.introspection import all_slot_counts as all_counts
@@ -31,10 +32,12 @@ __all__ = [
     "coverage",
     "depths",
     "drop",
+    "flip",
     "live_pages",
     "narrow",
     "num_roots",
     "num_tree_blocks",
+    "page_bytes",
     "page_of",
     "pages_by_level",
     "state_page",
@@ -81,3 +84,15 @@ def calls_of(work: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return count
+
+
+def page_bytes(driver: EmulatedDriver, page: Page, pool: int, offset: int, nbytes: int) -> bytes:
+    """Part of a page as it is now, on whatever level it lies."""
+    arena = page.cell.arenas[pool]
+    address = arena.address(page.slot) + offset
+    return os.pread(arena.fd, nbytes, address) if arena.fd >= 0 else driver.read_bytes(address, nbytes)
+
+
+def flip(fd: int, bit: int) -> None:
+    """Flip one bit of a file."""
+    os.pwrite(fd, bytes([os.pread(fd, 1, bit // 8)[0] ^ (1 << bit % 8)]), bit // 8)

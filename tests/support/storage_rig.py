@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from kv_cache_manager_v2.storage.page import Page, PageOwner
 from kv_cache_manager_v2.storage.resize import LevelResize, ResizeResult
 from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
 from kv_cache_manager_v2.storage.tiers import HostTier
+from tests.support.inside import page_bytes
 
 GRAIN = {CacheTier.GPU_MEM: 2 << 20, CacheTier.HOST_MEM: 4096, CacheTier.DISK: 2 << 20}
 
@@ -148,12 +148,7 @@ class StorageRig:
             assert self.read(page, pool) == pattern(value, pool, size), f"page of value {value}, pool {pool}, level {page.level}"
 
     def read(self, page: Page, pool: int) -> bytes:
-        size = self.layout.slot_sizes[page.pool_group][pool]
-        arena = page.cell.arenas[pool]
-        address = arena.address(page.slot)
-        if arena.fd >= 0:
-            return os.pread(arena.fd, size, address)
-        return self.driver.read_bytes(address, size)
+        return page_bytes(self.driver, page, pool, 0, self.layout.slot_sizes[page.pool_group][pool])
 
     # --- pages
 
