@@ -152,12 +152,15 @@ class Timeline:
 
     def merge(self, first: Point, second: Point) -> Point:
         """A point that is complete once both are; the other one if one of them is known to be complete."""
+        if (
+            first >> SEQUENCE_BITS == second >> SEQUENCE_BITS and first >> SEQUENCE_BITS != 0
+        ):  # on one line the later one covers both
+            later = first if first > second else second
+            return NULL_POINT if self._known_complete(later) else later
         if first == second or self._known_complete(second):
             return NULL_POINT if self._known_complete(first) else first
         if self._known_complete(first):
             return second
-        if first >> SEQUENCE_BITS == second >> SEQUENCE_BITS and first >> SEQUENCE_BITS != 0:
-            return first if first > second else second
         if self._last_pair == (first, second):
             return self._last_join  # its points are not known to be complete
         return self._join(first, second)
