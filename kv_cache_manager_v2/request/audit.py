@@ -112,6 +112,7 @@ def _check_state(request: Request) -> None:
         assert end == start or (start, end) == (table.stale_start, table.stale_end), "the cached stale range is out of date"
         assert end > start or table.stale_end == table.stale_start
         assert len(table.pages) == request.num_blocks == table.row.length
+        assert table.row.table is None or request.batch_rows is not None
         assert table.life_cycle.next_stale_change(request.history) >= request.next_stale
         entries = table.row.values()
         for ordinal, page in enumerate(table.pages):

@@ -35,12 +35,12 @@ class BatchRows:
             raise ConfigError(f"all {len(self.owners)} rows are in use; close or remove a cache, or raise max_requests")
         row = self.unused[-1]
         views = [self.views[table.index][row * self.num_blocks : (row + 1) * self.num_blocks] for table in request.main_tables]
-        for number, table in enumerate(request.main_tables):
-            table.row.join(views[number], self.versions[table.index])
         self.unused.pop()
         self.owners[row] = request
         request.batch_rows = self
         request.batch_row = row
+        for number, table in enumerate(request.main_tables):
+            table.row.join(views[number], self.versions[table.index])
         self.publish_state(request)
         return row
 
