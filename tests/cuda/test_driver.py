@@ -250,7 +250,7 @@ class TestFiles:
         host.close()
 
     def test_a_transfer_starts_when_its_stream_has_come_to_it(self, driver: CudaDriver) -> None:
-        """While the stream is held the gate is pending, and a stream that waits for it stands still; other streams' files move."""
+        """While the stream is held the gate is pending, and a stream that waits for it is blocked; other streams' files move."""
         host, file = HostBuffer(driver, 8192), TemporaryFile(pattern(4096))
         held, free, waiting = driver.create_stream(), driver.create_stream(), driver.create_stream()
         event, go = driver.create_event(), threading.Event()

@@ -209,7 +209,7 @@ def test_regions_in_use_are_skipped() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_next_user_waits_for_the_last(schedule: str) -> None:
-    """Bytes are handed on in stream order: the next user's stream stands still until the last user's point is over."""
+    """Bytes are handed on in stream order: the next user's stream is blocked until the last user's point is over."""
     with rig(schedule) as r:
         staging = Staging(r, 1024)
         first = staging.acquire(r.streams[0], 600, 600)
@@ -228,7 +228,7 @@ def test_the_next_user_waits_for_the_last(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])
-def test_a_timed_out_read_quarantines_its_region_and_taints_those_behind(schedule: str) -> None:
+def test_a_timed_out_read_quarantines_its_region_and_makes_later_ones_suspect(schedule: str) -> None:
     """The bytes of a read that timed out are not acquired until it has ended; regions acquired over it before that are suspect."""
     with rig(schedule, transfer_timeout=20) as r:
         staging = Staging(r, 1024)

@@ -1,6 +1,6 @@
 """The memory calls of the stand-in for `cuda.bindings.driver`: reservations, chunks, mappings, pinned host memory.
 
-Rule: ranges are given back exactly as they were taken; everything else is the error that the driver documents.
+Rule: ranges are freed exactly as they were allocated; everything else is the error that the driver documents.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def pattern(nbytes: int) -> bytes:
 
 
 def hold(driver: Driver, stream: Stream, go: threading.Event) -> None:
-    """Let a stream stand still until `go` is set, or for half a minute: a test that forgets fails instead of hanging."""
+    """Block a stream until `go` is set, or for half a minute: a test that forgets to fails, and does not hang."""
 
     def stand() -> None:
         go.wait(30.0)

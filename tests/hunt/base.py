@@ -96,7 +96,7 @@ class Base:
         self.wary = False  # of pages without memory, of which this process would die
         self.heal_at = 0
         self.hangs: list[EmulatedGate] = []
-        self.held: list[tuple[int, EmulatedGate]] = []  # streams that stand still, and the operation at which they go on
+        self.held: list[tuple[int, EmulatedGate]] = []  # blocked streams, and the operation at which they go on
         self.prompts = [[self._tokens(MAX_BLOCKS * self.tpb) for _ in range(4)] for _ in SCOPES]
 
     def _tokens(self, count: int) -> list[int]:
@@ -191,13 +191,13 @@ class Base:
     # --- streams
 
     def hold(self, stream: int) -> None:
-        """Let a stream stand still for some operations: what is queued on it comes late."""
-        self.note(f"stream {stream} stands still")
+        """Block a stream for some operations: what is queued on it runs late."""
+        self.note(f"stream {stream} is blocked")
         gate = self.device.gate(self.own.real[stream] if isinstance(self.own, ReturningDevice) else stream)
         self.held.append((self.operations + self.rng.randrange(1, 60), gate))
 
     def let_go(self, now: int | None = None) -> None:
-        """Streams that stand still go on: all of them, or those whose time has come."""
+        """Blocked streams go on: all of them, or those whose time has come."""
         for _until, gate in self.held:
             if now is None or _until <= now:
                 gate.open()

@@ -1,7 +1,7 @@
 """Every driver call of a workload refused in turn: once, twice, for ever, with any exception.
 
 Rule: a script of the hunting engine passes every public call; the calls that the manager makes of its device are counted, and each
-number is a point of injection. What must hold afterwards is what the engine checks at its end: bytes, books, service, shutdown.
+number is a point of injection. What must hold afterwards is what the engine checks at its end: bytes, counts, service, shutdown.
 """
 
 from __future__ import annotations

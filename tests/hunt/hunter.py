@@ -1,6 +1,6 @@
 """The hunting engine: random operations over the public interface, every byte that a step may read compared.
 
-Rule: it knows the README and the public interface alone. A byte that is wrong, an answer that contradicts the engine's own books
+Rule: it knows the README and the public interface alone. A byte that is wrong, an answer that contradicts the engine's own counts
 or an error that nothing explains ends the hunt with `Found`, which names the seed and the operation.
 """
 

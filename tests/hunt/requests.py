@@ -1,6 +1,6 @@
 """One request of the hunting engine: what it has asked for, written and heard.
 
-Rule: lengths here are the engine's own books; the cache's answers are compared with them, never copied.
+Rule: lengths here are the engine's own; the cache's answers are compared with them, never copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every driver call of a workload refused: a sample of the points. `make hunt` tries all of them.
 
 A point is a call's number, how often it and those behind it are refused, and the exception. Whatever was refused, the engine finds
-its books as they were, every byte right or its loss named, every slot accounted for and every tier in service once the device is
+its counts as they were, every byte right or its loss named, every slot accounted for and every tier in service once the device is
 healed; and a shutdown that was refused succeeds the next time.
 """
 

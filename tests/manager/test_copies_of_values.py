@@ -1,4 +1,4 @@
-"""Copies of public values: the same on both builds, either an equal value that stands still, or a refusal in words."""
+"""Copies of public values: the same on both builds, either an equal value that never changes, or a refusal in words."""
 
 from __future__ import annotations
 

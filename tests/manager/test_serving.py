@@ -32,7 +32,7 @@ class Server:
         self.rig = rig
         self.waiting = jobs
         self.running: list[Job] = []
-        self.parked: list[Job] = []
+        self.suspended: list[Job] = []
         self.interval = interval  # steps between two arrivals
         self.chunk = chunk  # tokens of prompt a step
         self.suspensions = 0
@@ -40,16 +40,16 @@ class Server:
 
     def run(self, limit: int) -> None:
         step = 0
-        while self.waiting or self.running or self.parked:
-            self.resume_parked()
-            if self.waiting and not self.parked and step % self.interval == 0:
+        while self.waiting or self.running or self.suspended:
+            self.resume_suspended()
+            if self.waiting and not self.suspended and step % self.interval == 0:
                 self.admit(self.waiting[0])
             for job in list(self.running):
                 if job in self.running:
                     self.advance(job)
             step += 1
             assert step < limit, (
-                f"no end in sight: {len(self.waiting)} waiting, {len(self.running)} running, {len(self.parked)} parked"
+                f"no end in sight: {len(self.waiting)} waiting, {len(self.running)} running, {len(self.suspended)} suspended"
             )
 
     def admit(self, job: Job) -> None:
@@ -61,9 +61,9 @@ class Server:
         self.waiting.pop(0)
         self.running.append(job)
 
-    def resume_parked(self) -> None:
-        while self.parked and self.request(self.parked[-1]).resume():
-            self.running.append(self.parked.pop())
+    def resume_suspended(self) -> None:
+        while self.suspended and self.request(self.suspended[-1]).resume():
+            self.running.append(self.suspended.pop())
 
     def advance(self, job: Job) -> None:
         request = self.request(job)
@@ -72,11 +72,11 @@ class Server:
             shortage = request.cache.last_shortage
             assert shortage is not None
             assert not shortage.permanent
-            victim = self.running.pop()
-            self.request(victim).suspend()
-            self.parked.append(victim)
+            last = self.running.pop()
+            self.request(last).suspend()
+            self.suspended.append(last)
             self.suspensions += 1
-            if victim is job:
+            if last is job:
                 return
         if job.done == len(job.tokens):
             request.close()

@@ -140,7 +140,7 @@ def test_there_is_no_scratch_descriptor_without_scratch_blocks() -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_commit_that_the_device_refuses_commits_nothing(nth: int) -> None:
-    """The blocks are another request's already, ready at different points of a stream that stands still: to adopt each of them the
+    """The blocks are another request's already, ready at different points of a blocked stream: to adopt each of them the
     own stream has to wait once more."""
     with Rig(small(16), engine=False) as rig:
         busy = rig.new_stream()

@@ -60,7 +60,7 @@ def test_pages_are_counted_by_layer_group_and_level(tmp_path: object) -> None:
         assert rig.create(toks(50, 60)).pages_by_level == [[0, 0, 0]] * 3
         cache = rig.create(toks(0, 16))
         assert cache.pages_by_level == [[4, 0, 0], [2, 0, 0], [1, 0, 0]]
-        rig.seed(toks(100, 132), chunk=4)  # pushes the pages down
+        rig.seed(toks(100, 132), chunk=4)  # offloads pages
         counts = cache.pages_by_level
         assert [sum(row) for row in counts] == [4, 2, 1]
         assert sum(row[0] for row in counts) < 7

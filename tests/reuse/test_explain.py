@@ -191,7 +191,7 @@ def test_unsettled() -> None:
 
 
 def test_what_is_listened_to_goes_on_to_the_listener() -> None:
-    """A history stands before the event manager and swallows nothing."""
+    """A history is told first, and tells the event manager everything."""
     asked = Asked(2, FULL, window(8))
     plain = Notes()
     other = Cache(2, FULL, window(8), listener=plain)

@@ -84,7 +84,7 @@ def test_a_superseded_block_does_not_come_back(tmp_path: object, step: int) -> N
         other.close()
         request.suspend()
         for _ in range(3):
-            rig.take(4).close()  # pushes it down, and brings it up again
+            rig.take(4).close()  # offloads it; the resume onloads it
             assert request.resume()
             request.suspend()
         (block,) = inside.tree_blocks(rig.manager, toks(0, 8))

@@ -468,7 +468,7 @@ class Simulation:
             counts["drop", names[from_tier]] += movement.pages_dropped(source)
             for target, to_tier in enumerate(tiers):
                 if source != target:
-                    way = "push down" if source < target else "bring up"
+                    way = "offload" if source < target else "onload"
                     counts[way, f"{names[from_tier]} to {names[to_tier]}"] += movement.pages_moved(source, target)
         counts["fault", "page lost"] += sum(movement.lost)
         counts["commit", "adoption"] += sum(movement.adopted)

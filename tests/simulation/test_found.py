@@ -141,7 +141,7 @@ def test_a_lost_page_that_waited_for_its_commit_is_not_published(tmp_path: Path)
     assert world.resize(live, 2, 2, check=False) == "true"  # both pages are held for a late commit
     world.fault("write_file", 1, 4, "error")
     other = run(world, [])
-    assert world.resize(other, 4, 0, check=False) == "true"  # pushes them down
+    assert world.resize(other, 4, 0, check=False) == "true"  # offloads them
     world.driver.synchronize()
     world.heal()
     world.close(other)

@@ -111,7 +111,7 @@ class World(Scene):
         failure, done = self.attempt(live, "resize", lambda: self.calls.resize(live.cache, capacity, history))
         if failure:
             lengths = (live.cache.capacity, live.cache.history_length)
-            if failure == "device failure" and lengths[1] == history:  # pages were let go before the device failed
+            if failure == "device failure" and lengths[1] == history:  # pages were released before the device failed
                 self.resized(live, lengths[0], history)
             assert lengths == (model.capacity, model.history)
             return failure

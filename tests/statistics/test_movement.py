@@ -65,7 +65,7 @@ def test_a_drop_from_the_disk_is_the_disk_s(tmp_path: Path) -> None:
 
 
 def test_dropped_from_the_host_before_reuse() -> None:
-    """Pages p and q sink to the host; p is loaded again; q is pushed out: one block, one page of bytes. p never counts."""
+    """Pages p and q are offloaded; p is onloaded again; q is dropped from the host: one block, its bytes. p counts nowhere."""
     with rig_of(blocks(2, host=2)) as rig:
         seed(rig, 0, 4)  # p
         seed(rig, 100, 104)  # q
@@ -73,7 +73,7 @@ def test_dropped_from_the_host_before_reuse() -> None:
         open_cache(rig, toks(0, 4)).close()
         delta = iteration(rig)
         assert (delta.iter_offload_blocks, delta.iter_onboard_blocks, delta.iter_host_dropped_blocks) == (2, 1, 0)
-        for beg in (200, 300, 400):  # the third finds p and 200 sunk behind q, and the host full
+        for beg in (200, 300, 400):  # at the third, q is the oldest page of a full host
             cache = open_cache(rig)
             assert cache.resize(4)
             cache.commit(toks(beg, beg + 4))
@@ -158,7 +158,7 @@ def test_a_first_resume_counts_its_copies_in_every_life_cycle() -> None:
 
 
 def test_a_resize_of_the_gpu_is_counted() -> None:
-    """Shrinking the GPU pushes 2 of 4 pages down: 2 offloads. Pages that only change their slots are not counted."""
+    """Shrinking the GPU offloads 2 of 4 pages. Pages that only change their slots are not counted."""
     with rig_of(blocks(4, host=4)) as rig:
         seed(rig, 0, 4)
         seed(rig, 100, 116)

@@ -80,32 +80,32 @@ class Model:
         work = []
         for group in range(self.groups):
             coming = [entry for entry in load if entry.group == group and entry.level > target]
-            opened, victims = self._offer(target, group, coming, [*load, *spared])
+            opened, candidates = self._offer(target, group, coming, [*load, *spared])
             room = [0] * (self.last + 2)
             if move_held:
                 for level in range(self.last, target, -1):
-                    room[level] = opened[level] + sum(1 for e in victims[level] if not e.holds) + room[level + 1]
+                    room[level] = opened[level] + sum(1 for e in candidates[level] if not e.holds) + room[level + 1]
             goal = need[group] + len(coming)
-            held = sum(1 for e in victims[target] if e.holds)
-            short = goal - self.free(target, group) - (len(victims[target]) - held) - min(held, room[target + 1])
+            held = sum(1 for e in candidates[target] if e.holds)
+            short = goal - self.free(target, group) - (len(candidates[target]) - held) - min(held, room[target + 1])
             if goal > 0 and short > 0:
                 return group, short
-            work.append((goal, coming, opened, victims, room))
-        for goal, coming, opened, victims, room in work:
-            self._carry_out(target, goal, coming, opened, victims, room)
+            work.append((goal, coming, opened, candidates, room))
+        for goal, coming, opened, candidates, room in work:
+            self._carry_out(target, goal, coming, opened, candidates, room)
         return None
 
     def _offer(self, target: int, group: int, coming: list[Entry], spared: list[Entry]) -> tuple[list[int], list[list[Entry]]]:
         opened = []
-        victims = []
+        candidates = []
         for level in range(self.last + 1):
             leaving = [e for e in coming if e.level == level and e.page.transfers == 0 and not self.disk[target]]
             opened.append(self.free(level, group) + len(leaving))
-            victims.append([e for e in self.queues[level, group] if e not in spared])
-        return opened, victims
+            candidates.append([e for e in self.queues[level, group] if e not in spared])
+        return opened, candidates
 
     def _carry_out(
-        self, target: int, goal: int, coming: list[Entry], opened: list[int], victims: list[list[Entry]], room: list[int]
+        self, target: int, goal: int, coming: list[Entry], opened: list[int], candidates: list[list[Entry]], room: list[int]
     ) -> None:
         arriving: list[Entry] = []
         stay: list[tuple[Entry, int]] = []
@@ -114,7 +114,7 @@ class Model:
             goal = 0
             leaving: list[Entry] = []
             held = 0
-            for entry in victims[level] + arriving:
+            for entry in candidates[level] + arriving:
                 if len(leaving) < short and (not entry.holds or held < room[level + 1]):
                     held += 1 if entry.holds else 0
                     leaving.append(entry)

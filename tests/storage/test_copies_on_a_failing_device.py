@@ -39,7 +39,7 @@ def write(rig: Rig, places: Sequence[int], data: bytes) -> Callable[[], None]:
 
 
 def check_late_copies(rig: Rig, refused: Callable[[], None], copies: int) -> None:
-    """`refused` queues copies on a stream that stands still, and the device refuses the last: the next request in
+    """`refused` queues copies on a blocked stream, and the device refuses the last: the next request in
     their slots keeps what it writes there when the stream goes on."""
     gate = rig.driver.gate(rig.stream)
     rig.driver.fail("copy", copies)

@@ -96,7 +96,7 @@ class TestOnePage:
 
 
 class TestMakingRoom:
-    def test_victims_go_down_in_order_and_the_coldest_are_dropped(self, new_rig: NewRig) -> None:
+    def test_pages_are_offloaded_in_order_and_the_coldest_are_dropped(self, new_rig: NewRig) -> None:
         """With both tiers full, one new page costs one GPU page its level and one host page its life."""
         rig = new_rig([[4], [4]])
         blocks = [FakeBlock(f"{i}") for i in range(8)]
@@ -177,7 +177,7 @@ class TestMakingRoom:
         assert valued.alive()
         assert not cheap.alive()
 
-    def test_keep_is_no_victim(self, new_rig: NewRig) -> None:
+    def test_a_page_to_keep_is_not_evicted(self, new_rig: NewRig) -> None:
         rig = new_rig([[2]], "g")
         old, young = rig.cached(), rig.cached()
         assert rig.hierarchy.acquire([1], [], [old]) is None

@@ -163,7 +163,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.changed(entry, locks=-1)
 
     @rule(number=numbers)
-    def park(self, number: int) -> None:
+    def hold_locked(self, number: int) -> None:
         if entry := self.pick(number, self.all(locked=True)):
             self.rig_().hierarchy.hold_locked(entry.page, self.rig_().timeline.record(self.rig_().stream))
             self.changed(entry, locks=-1, holds=1)
@@ -231,19 +231,19 @@ class HierarchyMachine(RuleBasedStateMachine):
             assert all(e.page.level == 0 for e in load)
             assert all(self.rig_().hierarchy.free(0, g) >= need[g] for g in range(self.model.groups))
 
-    @rule(given_bits=numbers, parked_bits=numbers, need=st.lists(st.integers(0, 3), min_size=2, max_size=2))
-    def trade(self, given_bits: int, parked_bits: int, need: list[int]) -> None:
+    @rule(given_bits=numbers, held_bits=numbers, need=st.lists(st.integers(0, 3), min_size=2, max_size=2))
+    def trade(self, given_bits: int, held_bits: int, need: list[int]) -> None:
         """What is planned for the time after giving up locks is what then happens."""
         rig = self.rig_()
         need = need[: self.model.groups]
         given = [e for i, e in enumerate(self.all(locked=True)) if given_bits >> i & 1]
-        parked = [e for i, e in enumerate(self.all(locked=True)) if parked_bits >> i & 1 and e not in given]
+        held = [e for i, e in enumerate(self.all(locked=True)) if held_bits >> i & 1 and e not in given]
         self.synchronize()
         given = [e for e in given if not e.gone]
-        foreseen = rig.hierarchy.planner.plan_trade(need, [e.page for e in given], [e.page for e in parked])
+        foreseen = rig.hierarchy.planner.plan_trade(need, [e.page for e in given], [e.page for e in held])
         point = rig.timeline.record(rig.stream)
-        for entry in given + parked:
-            if entry in parked:
+        for entry in given + held:
+            if entry in held:
                 rig.hierarchy.hold_locked(entry.page, point)
                 entry.holds += 1
             else:

@@ -23,7 +23,7 @@ class DeviceRig:
     def __init__(
         self, schedule: str, seed: int = 0, transfer_timeout: float | None = None, io_threads: int = 4, stall_s: float = 10
     ) -> None:
-        """`stall_s`: short only where a test lets the device stand still, since a busy machine may look as if it did."""
+        """`stall_s`: short only where a test blocks the device, since a busy machine may look blocked."""
         self.driver = EmulatedDriver(schedule, seed, transfer_timeout, stall_timeout_s=stall_s, io_threads=io_threads)
         self.chunks = ChunkPool(self.driver, GRANULARITY)
         self.device = DeviceArena(self.driver, self.chunks, SLOT_BYTES, GRANULARITY)
