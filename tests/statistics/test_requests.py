@@ -34,20 +34,6 @@ def test_context_then_generation() -> None:
         assert (delta.iter_alloc_total_blocks, delta.iter_gen_alloc_blocks, delta.iter_missed_blocks) == (1, 1, 0)
 
 
-def test_no_generation_while_chunks_are_prefilled() -> None:
-    """Two chunks of a 16-token prompt: all four blocks are missed; the fifth comes when the history has reached 16."""
-    with rig_of(blocks(8)) as rig:
-        cache = open_cache(rig, toks(0, 16))
-        for end in (8, 16):
-            assert cache.resize(end)
-            cache.commit(toks(end - 8, end))
-            cache.commit_pending_stats()
-            assert iteration(rig).iter_gen_alloc_blocks == 0
-        assert cache.resize(17)
-        cache.commit_pending_stats()
-        assert iteration(rig).iter_gen_alloc_blocks == 1
-
-
 @pytest.mark.parametrize(("expected", "generated"), [(None, 1), (8, 1), (9, 0), (0, 1), (12, 0)])
 def test_expected_prompt_length_says_where_generation_begins(expected: int | None, generated: int) -> None:
     """By default the length of the tokens given; the history before the growing call counts."""
@@ -96,34 +82,6 @@ def test_reverted_generation_reports_nothing() -> None:
         assert iteration(rig).iter_gen_alloc_blocks == 1
 
 
-def test_reverted_second_chunk_counts_once_on_retry() -> None:
-    with rig_of(blocks(8)) as rig:
-        cache = open_cache(rig, toks(0, 16))
-        assert cache.resize(8)
-        cache.commit(toks(0, 8))
-        cache.commit_pending_stats()
-        forget(rig)
-        assert cache.resize(16)
-        assert cache.resize(8)
-        assert cache.commit_pending_stats().empty
-        assert rig.manager.get_and_reset_iteration_stats() == {}
-        assert cache.resize(16)
-        cache.commit(toks(8, 16))
-        assert cache.commit_pending_stats() == request(2, 2)
-        assert iteration(rig).iter_missed_blocks == 2
-
-
-def test_reverted_disaggregated_start_reports_nothing() -> None:
-    """A decode node reserves the whole prompt and gives it back: nothing was counted."""
-    with rig_of(blocks(8)) as rig:
-        cache = open_cache(rig, toks(0, 12))
-        assert cache.resize(12)
-        assert cache.resize(0)
-        assert cache.commit_pending_stats().empty
-        assert rig.manager.get_and_reset_iteration_stats() == {}
-        assert rig.manager.get_committed_stats().empty
-
-
 def test_an_allocation_that_waits_is_counted_when_it_is_committed() -> None:
     """Over several readings nothing is seen of it; then it counts, once."""
     with rig_of(blocks(8)) as rig:
@@ -138,16 +96,6 @@ def test_an_allocation_that_waits_is_counted_when_it_is_committed() -> None:
         assert iteration(rig).iter_alloc_total_blocks == 2
         assert rig.manager.get_and_reset_iteration_stats() == {}
         assert rig.manager.get_committed_stats() == request(2, 2)
-
-
-def test_a_resize_inside_a_block_counts_nothing() -> None:
-    with rig_of(blocks(8)) as rig:
-        cache = open_cache(rig)
-        assert cache.resize(5)
-        cache.commit_pending_stats()
-        for capacity in (6, 7, 8, 5):
-            assert cache.resize(capacity)
-        assert cache.commit_pending_stats().empty
 
 
 def test_what_is_committed_is_never_undone_and_regrowth_counts_again() -> None:
@@ -177,20 +125,6 @@ def test_undoing_tells_missed_from_generated_blocks(shrink_to: int) -> None:
         missed = min(left, 3)
         assert cache.commit_pending_stats() == request(left, missed)
         assert iteration(rig).iter_gen_alloc_blocks == left - missed
-
-
-def test_undoing_reaches_back_over_several_growths() -> None:
-    """Two growths while generating, then one shrink into the first of them: one block of generation is left."""
-    with rig_of(blocks(8)) as rig:
-        cache = open_cache(rig, expected=8)
-        assert cache.resize(8, 8)
-        cache.commit_pending_stats()
-        forget(rig)
-        assert cache.resize(16)
-        assert cache.resize(24)
-        assert cache.resize(12)
-        assert cache.commit_pending_stats() == request(1, 0)
-        assert iteration(rig).iter_gen_alloc_blocks == 1
 
 
 @pytest.mark.parametrize("kinds", [("full",), ((8, 4),), ((4, 0),), ("full", (8, 4)), ((8, 8), (16, 0))])
@@ -264,28 +198,6 @@ def test_partial_reuse_off_and_on(partial: bool, tokens: int, reused: int) -> No
         assert iteration(rig).iter_intra_device_copy_blocks == (1 if partial else 0)
 
 
-def test_request_totals_with_a_copied_block() -> None:
-    """A request that finds 2 blocks and a part of one, takes 3 (the copy and 2 of its own), and misses those 2."""
-    with rig_of(blocks(16)) as rig:
-        seed(rig, 0, 9)
-        cache = open_cache(rig, [*toks(0, 9), *toks(50, 60)])
-        assert cache.resize(19)
-        assert cache.commit_pending_stats() == request(3, 2, 3)
-
-
-def test_without_tokens_to_look_up_blocks_are_still_counted() -> None:
-    """Reuse not asked for: 2 blocks of prompt and 1 of generation are recorded all the same."""
-    with rig_of(blocks(8)) as rig:
-        seed(rig, 0, 8)
-        cache = open_cache(rig, expected=8)
-        cache.stop_committing()
-        assert cache.resize(8, 8)
-        assert cache.commit_pending_stats() == request(2, 2)
-        assert cache.resize(9)
-        assert cache.commit_pending_stats() == request(1, 0)
-        assert iteration(rig).iter_gen_alloc_blocks == 1
-
-
 def test_a_window_counts_what_it_holds() -> None:
     """Window 8, 15 of 16 tokens matched: only the last two blocks are held, 1 whole and 1 in part; 1 copied."""
     with rig_of(blocks(16, [(8, 0)])) as rig:
@@ -297,18 +209,6 @@ def test_a_window_counts_what_it_holds() -> None:
         delta = iteration(rig)
         assert (delta.iter_full_reused_blocks, delta.iter_partial_reused_blocks) == (1, 1)
         assert delta.iter_intra_device_copy_blocks == 1
-
-
-def test_two_windows_in_one_pool_group() -> None:
-    """Windows 16 and 8 share pool group 0: 8 tokens take 4 blocks of it, 2 missed in each life cycle."""
-    with rig_of(blocks(16, [(16, 0), (8, 0)])) as rig:
-        assert rig.manager.get_life_cycle_pool_group_indices() == [0, 0]
-        cache = open_cache(rig, toks(0, 8))
-        assert cache.resize(8)
-        assert cache.commit_pending_stats() == request(4, 4)
-        for delta in rig.manager.get_and_reset_iteration_stats().values():
-            assert (delta.iter_alloc_total_blocks, delta.iter_missed_blocks) == (2, 2)
-        assert rig.manager.get_storage_statistics()[0].unavailable == 4
 
 
 def test_a_tail_that_left_the_tree_before_it_was_copied_is_missed() -> None:
@@ -328,41 +228,6 @@ def test_a_tail_that_left_the_tree_before_it_was_copied_is_missed() -> None:
 
 
 # --- when blocks are offered for reuse: the engine's policy, seen through the committed length
-
-
-def test_committing_after_each_chunk_and_at_the_end() -> None:
-    """Committed chunk by chunk, 4 tokens are reusable after the first; committed at the end, none is before and 8 are then; a
-    partial end of 6 counts too."""
-    with rig_of(blocks(16)) as rig:
-        eager = open_cache(rig, toks(0, 8))
-        assert eager.resize(4)
-        eager.commit(toks(0, 4))
-        assert rig.probe(toks(0, 8)) == 4
-        late = open_cache(rig, toks(100, 108))
-        assert late.resize(8, 4)
-        assert rig.probe(toks(100, 108)) == 0
-        late.commit(toks(100, 108))
-        assert rig.probe(toks(100, 108)) == 8
-        partial = open_cache(rig, toks(200, 206))
-        assert partial.resize(6)
-        partial.commit(toks(200, 206), None, True)
-        assert rig.probe(toks(200, 206)) == 6
-
-
-def test_a_failed_resume_leaves_the_page_table_bad() -> None:
-    """Page indices appear only when a resume has succeeded."""
-    with rig_of(blocks(4)) as rig:
-        cache = open_cache(rig, toks(0, 8))
-        assert cache.resize(8)
-        before = rig.indices(cache)
-        cache.suspend()
-        other = open_cache(rig)
-        assert other.resize(8)
-        assert other.resize(16) is False
-        cache_of_all = rig.indices(cache)
-        assert cache_of_all == [-1, -1]
-        assert cache.resume(rig.stream)
-        assert rig.indices(cache) == before
 
 
 # --- off, and by request
