@@ -66,8 +66,7 @@ class Scene:
 
     def _start(self, rig: Rig) -> KVCache:
         """A request of 10 tokens, 6 of them committed."""
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(10)
         cache.commit(toks(0, 6))
         return cache

@@ -38,8 +38,7 @@ def test_numpy_integers_are_lengths_and_ids() -> None:
 def test_other_types_are_refused_with_the_value(value: Any) -> None:
     """A float is no length, not even one that is whole; nothing changes."""
     with Rig(small(16), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(4)
         with pytest.raises(ConfigError, match="must be an integer"):
             cache.resize(value)

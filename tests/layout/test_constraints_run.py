@@ -67,8 +67,7 @@ def run(config: KVCacheManagerConfig, order: list[int], grow_last: bool, again: 
     shapes = [(desc.capacity, desc.history_length) for desc in batch.kv_caches]
     with Rig(config, engine=False) as rig:
         prompt = toks(0, batch.system_prompt_length)
-        seed = rig.create()
-        assert seed.resume(rig.stream)
+        seed = rig.open()
         for beg in range(0, len(prompt), B):
             assert seed.resize(min(beg + B, len(prompt))), seed.last_shortage
             seed.commit(prompt[beg : beg + B])

@@ -15,18 +15,9 @@ from kv_cache_manager_v2.layout.sizing import normalised, resized, size_levels, 
 from kv_cache_manager_v2.layout.tuning import MovingAverage, Tuner
 from tests.layout.helpers import model
 from tests.support.models import KIB, MIB, attention, batch
+from tests.support.rig import Clock
 
 GPU, HOST, DISK = CacheLevel(0), CacheLevel(1), CacheLevel(2)
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def two_groups(**changes: object) -> KVCacheManagerConfig:

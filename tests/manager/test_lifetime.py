@@ -255,8 +255,7 @@ def test_one_handler_for_both_shortages() -> None:
     assert issubclass(OutOfPagesError, OutOfMemoryError)
     assert issubclass(OutOfMemoryError, MemoryError)
     with Rig(small(4)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(100) is False
         with pytest.raises(MemoryError):
             cache.capacity = 100

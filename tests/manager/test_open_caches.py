@@ -30,8 +30,7 @@ def test_clear_and_shutdown_wait_for_open_caches(active: bool) -> None:
         caches[0].close()
         with pytest.raises(LogicError, match=r"2 KV cache\(s\) still open"):
             manager.clear_reusable_blocks()
-        late = rig.create(toks(0, 64))
-        assert late.resume(rig.stream)
+        late = rig.open(toks(0, 64))
         late.close()
         for cache in caches:
             cache.close()

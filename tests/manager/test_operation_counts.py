@@ -23,13 +23,11 @@ def calls_to_evict(slot_bytes: int) -> tuple[int, int]:
     with Rig(config, engine=False) as rig:
         resident = rig.manager.get_storage_statistics()[0].total
         for number in range(resident):
-            cache = rig.create()
-            assert cache.resume(rig.stream)
+            cache = rig.open()
             assert cache.resize(4)
             cache.commit(toks(8 * number, 8 * number + 4))
             cache.close()
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         dropped = rig.manager.movement.pages_dropped(0)
         calls = calls_of(lambda: cache.resize(4 * EVICTED))
         assert rig.manager.movement.pages_dropped(0) == dropped + EVICTED

@@ -172,8 +172,7 @@ def active(rig: Rig, lengths: Sequence[int], committed: bool = True) -> list[KVC
     """ACTIVE caches with so many tokens each."""
     caches = []
     for number, length in enumerate(lengths):
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(length)
         if committed:
             cache.commit(toks(1000 * number, 1000 * number + length))

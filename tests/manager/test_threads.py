@@ -105,8 +105,7 @@ def test_probes_only_read() -> None:
         run_all([probe] * 8)
         assert answers == [0] * 4000
         assert (inside.num_tree_blocks(rig.manager), inside.num_roots(rig.manager), inside.all_counts(rig.manager)) == before
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(32)
         cache.commit(toks(0, 32))
         cache.close()
@@ -124,8 +123,7 @@ def test_shared_pages_are_read_from_many_threads() -> None:
     """256 blocks shared by 8 caches, a reader thread each: the same indices every time, and all structures agree afterwards."""
     with Rig(small(64, tokens_per_block=4), engine=False) as rig:
         blocks = 60
-        first = rig.create()
-        assert first.resume(rig.stream)
+        first = rig.open()
         assert first.resize(4 * blocks)
         first.commit(toks(0, 4 * blocks))
         first.close()

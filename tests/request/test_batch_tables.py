@@ -222,8 +222,7 @@ def test_mistakes_change_nothing() -> None:
             cache.set_base_page_index_buf(0, 0, None)
         with pytest.raises(ConfigError, match="too short: 2 entries for 3 blocks"):
             cache.resize(9)
-        long = rig.create()
-        assert long.resume(rig.stream)
+        long = rig.open()
         assert long.resize(9)
         with pytest.raises(ConfigError, match="has 3 blocks, and a row has 2; raise max_blocks"):
             tables.add(long)

@@ -273,8 +273,7 @@ def test_speculative_decoding(kinds: list[Kind], accepted: int) -> None:
 
 def two_that_share_a_settled_block(rig: Rig) -> tuple[KVCache, KVCache]:
     """A request with 8 settled tokens, 6 of them committed, and its fork: blocks of 4, both ACTIVE."""
-    parent = rig.create()
-    assert parent.resume(rig.stream)
+    parent = rig.open()
     assert parent.resize(8, 8)
     parent.commit([1, 2, 3, 4, 5, 6])
     fork = parent.fork()

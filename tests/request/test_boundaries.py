@@ -15,8 +15,7 @@ from tests.support.rig import Rig, toks
 def test_capacity_below_history_is_refused(history: int) -> None:
     """A clean error that changes nothing; a capacity equal to the history is fine."""
     with Rig(small(8)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(16, history)
         for capacity in range(history):
             with pytest.raises(ConfigError):
@@ -33,8 +32,7 @@ def test_capacity_below_history_is_refused(history: int) -> None:
 def test_history_never_goes_back_capacity_may() -> None:
     """A smaller history is refused without change; a smaller capacity shortens the index list."""
     with Rig(small(8, kinds=["full"])) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(16, 8)
         for history in range(8):
             with pytest.raises(ConfigError):
@@ -50,8 +48,7 @@ def test_index_buffers_of_the_engine() -> None:
     """Too short: refused before anything is written. Too long: the rest is BAD. Growing past it: refused, no page taken.
     After suspend and close nothing is written to it any more."""
     with Rig(small(8)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(8)
         group = rig.group(0)
         short = array("i", [123])
@@ -92,8 +89,7 @@ def test_a_request_that_can_never_fit(kinds: list[tuple[int, int] | str]) -> Non
     with Rig(small(max(slots, 36), kinds=kinds)) as rig:
         there = rig.counts().total // len(kinds)
         longest = there * 4
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(4)
         before = rig.counts()
         for capacity in (longest + 1, longest + 4, 1_000_000):

@@ -89,19 +89,16 @@ def test_without_checksums_nothing_is_compared(tmp_path: Path) -> None:
     assert isinstance(disk, DiskCacheTierConfig)
     disk.checksum = None
     with Rig(config, engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(16)
         cache.commit(PROMPT)
         cache.close()
-        other = rig.create()
-        assert other.resume(rig.stream)
+        other = rig.open()
         assert other.resize(16)
         other.close()
         rig.settle()
         damage(rig, 0)
-        cache = rig.create(PROMPT)
-        assert cache.resume(rig.stream)
+        cache = rig.open(PROMPT)
         rig.driver.synchronize()
         assert cache.is_loaded
         cache.close()

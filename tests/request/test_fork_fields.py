@@ -46,6 +46,7 @@ FRESH = {
     "loss_reported": "of its own calls",
     "published": "what is committed ahead must be settled first",
     "divergence": "nothing was matched",
+    "last_cached_level": "nothing was matched",
     "before_hybrid": "nothing was matched",
     "cached_tokens_by_level": "nothing was matched",
     "stream": "given when it is resumed",
@@ -93,8 +94,7 @@ def changed(rig: Rig) -> KVCache:
     def priority(ordinal: int, life_cycle: object) -> int:
         return PRIORITY_DEFAULT
 
-    cache = rig.create(None, ReuseScope(7, 8), priority)
-    assert cache.resume(rig.stream)
+    cache = rig.open(None, ReuseScope(7, 8), priority)
     assert cache.resize(9)
     tokens: list[Token] = [*toks(0, 5), b"d" * 32]
     cache.commit(tokens)

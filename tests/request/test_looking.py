@@ -55,8 +55,7 @@ def test_a_priority_callback_may_look_while_a_transfer_has_failed(tmp_path: obje
 
         armed: list[int] = []
         rig.seed(toks(0, 16))
-        request = rig.create(None, priority=priority)
-        assert request.resume(rig.stream)
+        request = rig.open(None, priority=priority)
         gate = rig.driver.hang("write_file", 1)
         rig.driver.fail("write_file", 1)
         assert request.resize(8)

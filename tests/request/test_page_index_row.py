@@ -129,8 +129,7 @@ STEPS: list[Callable[[KVCache], bool | None]] = [
 @pytest.mark.parametrize("kinds", [("full",), ("full", (6, 0))])
 def test_a_request_goes_on_whatever_views_of_its_rows_there_are(number: int, kinds: tuple[object, ...]) -> None:
     with Rig(small(32, kinds=kinds), engine=False) as rig:  # type: ignore[arg-type]
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(16)
         views = [memoryview(cache.get_base_page_indices(group)) for group in range(len(kinds))]  # type: ignore[arg-type]
         assert STEPS[number](cache) in (True, None)
@@ -140,8 +139,7 @@ def test_a_request_goes_on_whatever_views_of_its_rows_there_are(number: int, kin
 
 def test_the_version_of_a_request_tells_whether_a_view_is_up_to_date() -> None:
     with Rig(small(16), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(9)
         version = cache.get_base_page_indices_version(0)
         assert cache.resize(12), "within the block"
@@ -161,8 +159,7 @@ def listed(tensor: Any) -> list[int]:
 def test_a_torch_tensor_in_host_memory_is_written_in_place() -> None:
     torch = pytest.importorskip("torch")
     with Rig(small(16), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         tensor: Any = torch.full((8,), 77, dtype=torch.int32)
         cache.set_base_page_index_buf(0, 0, tensor)
         assert cache.resize(16)

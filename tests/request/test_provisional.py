@@ -14,8 +14,7 @@ from tests.support.rig import Rig, toks
 
 def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:
     """Have tokens cached, whatever their bytes: no engine checks what a failed transfer destroyed."""
-    cache = rig.create(None, None, priority)
-    assert cache.resume(rig.stream)
+    cache = rig.open(None, None, priority)
     for end in range(4, len(tokens) + 1, 4):
         assert cache.resize(end), cache.last_shortage
         cache.commit(tokens[end - 4 : end])

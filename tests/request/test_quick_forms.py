@@ -13,8 +13,7 @@ from tests.support.rig import Rig, toks
 def test_a_resize_that_is_done_has_no_shortage(form: str) -> None:
     """`last_shortage` is that of the latest resize: none, also where that one stays inside the block."""
     with Rig(small(4)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(2)
         assert not cache.resize(20)
         assert cache.last_shortage is not None
@@ -34,8 +33,7 @@ def test_a_committed_token_gives_scratch_back(form: str) -> None:
     config = model([attention(layer, GRAIN // 64, window=32) for layer in range(2)], gpu=4 * MIB, scratch_rewind=0)
     with Rig(config) as rig:
         group = rig.group(0)
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(320)
         before = rig.counts().free
         first = cache.get_scratch_desc(group)

@@ -36,13 +36,11 @@ def test_the_tail_of_a_path_is_evicted_before_its_head(end: str, host_slots: int
     """However a request ends, the tokens that are still found shrink block by block from the end."""
     with Rig(small(16, host_slots=host_slots), engine=False) as rig:
         tokens = toks(0, 40)
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(40)
         cache.commit(tokens)
         ENDS[end](rig, cache)
-        hog = rig.create()
-        assert hog.resume(rig.stream)
+        hog = rig.open()
         found = []
         for blocks in range(6, 16):
             assert hog.resize(4 * blocks)
@@ -56,8 +54,7 @@ def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, ca
         seed(rig, toks(0, 16))
         seed(rig, toks(100, 116))
         rig.driver.fail("read_file", times=None)
-        cache = rig.create(toks(0, 16))
-        assert cache.resume(rig.stream)
+        cache = rig.open(toks(0, 16))
         rig.driver.synchronize()
         with caplog.at_level(logging.ERROR), pytest.raises(PageDataLostError):
             cache.close()
@@ -74,8 +71,7 @@ def test_a_loss_is_told_once(told: str, tmp_path: object) -> None:
         seed(rig, toks(0, 16))
         seed(rig, toks(100, 116))
         rig.driver.fail("read_file", times=None)
-        cache = rig.create(toks(0, 16))
-        assert cache.resume(rig.stream)
+        cache = rig.open(toks(0, 16))
         rig.driver.synchronize()
         if told == "call":
             with pytest.raises(PageDataLostError):
@@ -92,15 +88,13 @@ def test_a_loss_is_told_once(told: str, tmp_path: object) -> None:
 def test_a_lone_request_comes_back_whatever_it_holds() -> None:
     """max_util_for_resume keeps slots for requests that run; alone, a request that holds the whole GPU resumes."""
     with Rig(small(16, max_util=0.5), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(64)
         cache.suspend()
         assert cache.resume(rig.stream)
         assert cache.resize(16, 0)
         cache.suspend()
-        other = rig.create()
-        assert other.resume(rig.stream)
+        other = rig.open()
         assert other.resize(48)
         assert not cache.resume(rig.stream), "another request runs, and uses more than half"
         assert cache.last_shortage is not None
@@ -113,8 +107,7 @@ def test_a_lone_request_comes_back_whatever_it_holds() -> None:
 def test_a_length_far_off_is_refused_at_once(lengths: tuple[int, int]) -> None:
     """A window needs few pages wherever it is, and a row an entry for every block."""
     with Rig(small(8, kinds=((8, 0),)), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(8)
         began = time.process_time()
         if lengths[1]:
@@ -128,8 +121,7 @@ def test_a_length_far_off_is_refused_at_once(lengths: tuple[int, int]) -> None:
 
 def test_there_is_no_scratch_descriptor_without_scratch_blocks() -> None:
     with Rig(small(32, kinds=((8, 0), "full"), scratch_rewind=0), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(32)
         window = 0 if cache.get_scratch_desc(0) is not None else 1
         assert cache.get_scratch_desc(window) is not None
@@ -151,8 +143,7 @@ def test_a_commit_that_the_device_refuses_commits_nothing(nth: int) -> None:
         for beg in (0, 4, 8):
             other.commit(toks(beg, beg + 4))
             rig.driver.launch(busy, lambda: None)
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(16)
         cache.commit(toks(0, 2))
         rig.driver.fail("wait_event", nth)
@@ -181,8 +172,7 @@ def test_growth_that_the_device_refuses_adds_nothing(kinds: tuple[Kind, ...], hi
             assert other.resize(8)
         for other in others:
             other.close()
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         free = rig.manager.get_storage_statistics()[0].free
         rig.driver.fail("wait_event", nth)
         with pytest.raises(KVCacheError, match="injected"):

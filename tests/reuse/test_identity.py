@@ -73,8 +73,7 @@ def test_digest_length(size: int) -> None:
     """Only 32 bytes are a digest, for every public call."""
     bad: list[Token] = [1, 2, bytes(size), 3]
     with Rig(small(8)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(8)
         calls: list[Callable[[], object]] = [
             lambda: rig.create(bad),
@@ -98,8 +97,7 @@ def test_token_range(token: int, position: int) -> None:
     bad[position] = token
     with Rig(small(8)) as rig:
         rig.seed(toks(0, 7))
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(8)
         forms: list[Any] = [bad, tuple(bad)]
         if -(1 << 63) <= token < 1 << 63:
@@ -149,8 +147,7 @@ def test_items_and_digests_are_the_same() -> None:
     with Rig(small(16)) as rig:
         tokens = gen_multimodal_cache_key_tokens(1000, digest, 6)
         assert list(tokens) == [digest, 1001, 1002, 1003, 1004, 1005]
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(7)
         cache.commit([7, *tokens])
         cache.close()
@@ -203,8 +200,7 @@ def test_inputs_of_any_form_agree(committed: str) -> None:
         "strided": np.array([ids, ids], np.int32).T.copy()[:, 0],
     }
     with Rig(small(16)) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(9)
         cache.commit(forms[committed])
         assert cache.committed_tokens == ids

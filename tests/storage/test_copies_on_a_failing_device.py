@@ -61,8 +61,7 @@ def check_late_copies(rig: Rig, refused: Callable[[], None], copies: int) -> Non
 def test_a_first_resume_whose_second_copy_is_refused() -> None:
     """The partly matched block is copied once for each layer group."""
     with Rig(small(16, kinds=KINDS), engine=False) as rig:
-        first = rig.create()
-        assert first.resume(rig.stream)
+        first = rig.open()
         assert first.resize(6)
         first.commit(toks(0, 6))
         first.stop_committing()
@@ -81,8 +80,7 @@ def resume(rig: Rig, cache: KVCache) -> None:
 def test_beams_of_which_a_later_copy_is_refused(nth: int) -> None:
     """Each further beam copies the block in which the history ends, once for each layer group."""
     with Rig(small(16, kinds=KINDS), engine=False) as rig:
-        cache = rig.create()
-        assert cache.resume(rig.stream)
+        cache = rig.open()
         assert cache.resize(6, 6)
         check_late_copies(rig, lambda: setattr(cache, "beam_width", 3), nth)
         assert cache.beam_width == 1

@@ -10,17 +10,7 @@ from kv_cache_manager_v2 import OutOfPagesError
 from kv_cache_manager_v2.config import LayerConfig
 from tests.support.engine import Token
 from tests.support.models import KIB, MIB, attention, model
-from tests.support.rig import Rig, mixed, toks
-
-
-class Clock:
-    """A clock that moves when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.rig import Clock, Rig, mixed, toks
 
 
 def rebalanced(
@@ -52,8 +42,7 @@ def totals(rig: Rig) -> list[int]:
 def serve(rig: Rig, count: int, length: int, id: Callable[[int], int] | None = None) -> None:
     """So many requests of so many tokens come and go."""
     for number in range(count):
-        cache = rig.create(None, id=1000 + number if id is None else id(number))
-        assert cache.resume(rig.stream)
+        cache = rig.open(None, id=1000 + number if id is None else id(number))
         assert cache.resize(length, length)
         cache.close()
 

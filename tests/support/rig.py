@@ -44,6 +44,16 @@ def mixed(beg: int, end: int, every: int = 100) -> list[Token]:
     return [n.to_bytes(4, "little") + bytes(28) if n % every == every - 1 else n for n in range(beg, end)]
 
 
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 # --- the rig
 
 
@@ -116,6 +126,18 @@ class Rig:
         self._ids += 1
         cache = self.manager.create_kv_cache(scope, tokens, self._ids if id is None else id, priority)
         return self.own(cache)
+
+    def open(
+        self,
+        tokens: Tokens | None = None,
+        scope: ReuseScope | None = None,
+        priority: Callable[[int, object], int] | None = None,
+        id: int | None = None,
+    ) -> KVCache:
+        """A new cache, ACTIVE on the rig's stream."""
+        cache = self.create(tokens, scope, priority, id)
+        assert cache.resume(self.stream), f"no room to start: {cache.last_shortage}"
+        return cache
 
     def own(self, cache: KVCache) -> KVCache:
         """Close a cache with the rig at the latest."""
