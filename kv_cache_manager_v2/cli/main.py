@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from kv_cache_manager_v2.build import COMPILED, VERSION
 from kv_cache_manager_v2.cli import replay
 from kv_cache_manager_v2.cli.contents import TokenRangeError
-from kv_cache_manager_v2.cli.streams import OutputError, drop_output, fill_closed_streams, flush_output
+from kv_cache_manager_v2.cli.streams import OutputError, drop_output, fill_closed_streams, flush_output, tell
 from kv_cache_manager_v2.cli.traces import TraceError
 from kv_cache_manager_v2.errors import KVCacheError
 
@@ -72,7 +71,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OverflowError as error:
         return _fail(f"a number is too large: {error}")
     except KeyboardInterrupt:
-        print("kvcm: interrupted", file=sys.stderr)
+        tell("kvcm: interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
         if os.environ.get("KVCM_DEBUG") == "1":
@@ -82,5 +81,5 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"kvcm: error: {' '.join(message.split())}", file=sys.stderr)
+    tell(f"kvcm: error: {' '.join(message.split())}")
     return EXIT_USAGE

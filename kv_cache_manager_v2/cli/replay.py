@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -22,7 +21,7 @@ from kv_cache_manager_v2.cli.layers import DEFAULT_SINKS, DEFAULT_WINDOW, PRESET
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
 from kv_cache_manager_v2.cli.serving import Engine
-from kv_cache_manager_v2.cli.streams import ReportOutput
+from kv_cache_manager_v2.cli.streams import ReportOutput, tell
 from kv_cache_manager_v2.cli.traces import STDIN, Trace, read_trace
 from kv_cache_manager_v2.errors import KVCacheError
 
@@ -133,7 +132,7 @@ def run(options: argparse.Namespace) -> bool:
     """Replay the trace and write the report. Returns False if a page had wrong contents."""
     _check_options(options)
     layers = _layers(options)
-    with ReportOutput(options.output) as output:
+    with ReportOutput(options.output, options.trace) as output:
         return _replay(options, layers, output)
 
 
@@ -205,10 +204,9 @@ def _layers(options: argparse.Namespace) -> Layers:
         parser.error(str(error))
     every = layers.snapshot_every
     if every is not None and every % options.tokens_per_block != 0:
-        print(
+        tell(
             f"kvcm: note: a block keeps its last snapshot only, so with blocks of {options.tokens_per_block} tokens some of the "
-            f"snapshots at each {every} tokens are replaced; give --snapshot-every a multiple of --tokens-per-block to keep all",
-            file=sys.stderr,
+            f"snapshots at each {every} tokens are replaced; give --snapshot-every a multiple of --tokens-per-block to keep all"
         )
     return layers
 

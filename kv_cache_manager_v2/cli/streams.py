@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO
@@ -36,6 +37,12 @@ def fill_closed_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
 
 
+def tell(message: str) -> None:
+    """Write a line to standard error. It is lost if standard error takes nothing: the exit status says as much."""
+    with suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
+
+
 def flush_output() -> None:
     """Flush standard output. If that raises OSError, the output is lost; Python would otherwise report the error again at exit."""
     if sys.stdout is None or sys.stdout.closed:
@@ -58,11 +65,12 @@ def drop_output() -> None:
 class ReportOutput:
     """The output of the report: a file, or standard output for None. A context manager around the work.
 
-    Raises OutputError on entry if it cannot be written. A new file is removed again if no report was written.
+    Raises OutputError on entry if it cannot be written, or is the trace. A new file is removed again if no report was written.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, trace: str) -> None:
         self._path = path
+        self._trace = trace
         self._file: TextIO | None = None
         self._is_new = False
         self._written = False
@@ -74,6 +82,8 @@ class ReportOutput:
                 raise OutputError("standard output is closed; --output FILE writes the report to a file")
             return self
         self._is_new = not os.path.lexists(path)
+        if self._is_trace(path):
+            raise OutputError(f"--output {path}: this is the trace; name another file")
         if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
             if os.path.isdir(path) or not os.access(path, os.W_OK):
                 raise OutputError(f"--output {path}: cannot be written")
@@ -84,20 +94,36 @@ class ReportOutput:
             raise OutputError(f"--output {path}: {error.strerror or error}") from error
         return self
 
+    def _is_trace(self, path: str) -> bool:
+        """Whether the path is the file that the trace is read from."""
+        try:
+            read = os.fstat(STANDARD[0]) if self._trace == "-" else os.stat(self._trace)
+            return stat.S_ISREG(read.st_mode) and os.path.samestat(os.stat(path), read)
+        except OSError:
+            return False  # one of them does not exist
+
     def write(self, text: str) -> None:
-        if self._path is None:
-            _write_to_standard_output(text)
-        elif self._file is None:
-            Path(self._path).write_text(text, encoding="utf-8", errors="backslashreplace")
-        else:
-            self._file.truncate(0)
-            self._file.write(text)
-            self._file.flush()
+        """Write the report. Raises OutputError, and BrokenPipeError if the reader of standard output has gone."""
+        try:
+            if self._path is None:
+                _write_to_standard_output(text)
+            elif self._file is None:
+                Path(self._path).write_text(text, encoding="utf-8", errors="backslashreplace")
+            else:
+                self._file.truncate(0)
+                self._file.write(text)
+                self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            where = "standard output" if self._path is None else f"--output {self._path}"
+            raise OutputError(f"{where}: {error.strerror or error}") from error
         self._written = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written is reported already
+                self._file.close()
             if self._is_new and not self._written and self._path is not None:
                 Path(self._path).unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 import zlib
 from collections.abc import Generator
@@ -86,10 +87,10 @@ def read_trace(path: str, block_size: int, *, skip_bad_lines: bool = False, max_
 def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
     """The request of one line, or an error message."""
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:  # the text of the exception would contain a misleading "line 1"
         return f"not JSON: {error.msg} at column {error.colno}"
-    except ValueError as error:  # not UTF-8
+    except ValueError as error:  # not UTF-8, or NaN
         return f"not JSON: {error}"
     except RecursionError:
         return "not JSON: nested too deeply"
@@ -101,6 +102,8 @@ def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
     timestamp = fields["timestamp"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)):
         return f"timestamp is {_kind(timestamp)}, not a number of milliseconds"
+    if isinstance(timestamp, float) and not math.isfinite(timestamp):
+        return f"timestamp is {_kind(timestamp)}, which is not finite"
     for name, least in (("input_length", 1), ("output_length", 0)):
         value = fields[name]
         if isinstance(value, bool) or not isinstance(value, int):
@@ -120,6 +123,11 @@ def parse_mooncake(line: bytes, block_size: int) -> TraceRecord | str:
             f"{block_size} tokens (is --trace-block-size right?)"
         )
     return TraceRecord(fields["input_length"], fields["output_length"], block_ids)
+
+
+def _refuse_constant(name: str) -> object:
+    """Called for NaN and infinities, which Python reads though JSON has none."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _lines(path: str) -> Generator[bytes, None, None]:

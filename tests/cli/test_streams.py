@@ -87,6 +87,40 @@ def test_a_report_file_appears_only_with_a_report(trace: str, tmp_path: Path, ca
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("link", ["", "hard", "symbolic", "standard input"])
+def test_a_report_never_replaces_its_trace(trace: str, tmp_path: Path, link: str) -> None:
+    """Under whatever name: the mistake is reported before the work, and the trace is as it was."""
+    before = Path(trace).read_bytes()
+    output = tmp_path / "other name" if link in ("hard", "symbolic") else Path(trace)
+    if link == "hard":
+        output.hardlink_to(trace)
+    elif link == "symbolic":
+        output.symlink_to(trace)
+    redirect = f"< {shlex.quote(trace)}" if link == "standard input" else ""
+    name = "-" if link == "standard input" else trace
+    done = run(redirect, "replay", name, "--trace-block-size", str(BLOCK), "--output", str(output))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvcm: error: --output {output}: this is the trace; name another file\n"
+    assert Path(trace).read_bytes() == before
+
+
+@pytest.mark.skipif(not DEVICE_FULL.exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [["/no/such/trace"], ["/no/such/trace", "--seed", "x"], ["--output", "/dev/full"], []])
+def test_an_error_that_cannot_be_written_keeps_its_exit_status(trace: str, arguments: list[str]) -> None:
+    """Standard error takes nothing, as the report does: still 2, and not the 1 of a failed check."""
+    options = [*arguments, "--trace-block-size", str(BLOCK)]
+    done = run(">/dev/full 2>/dev/full", "replay", *(options if "/no/such/trace" in arguments else [trace, *options]))
+    assert done.returncode == 2
+
+
+@pytest.mark.skipif(not DEVICE_FULL.exists(), reason="no /dev/full")
+def test_a_full_device_is_named(trace: str) -> None:
+    options = ["replay", trace, "--trace-block-size", str(BLOCK)]
+    assert run(">/dev/full", *options).stderr == "kvcm: error: standard output: No space left on device\n"
+    named = run("", *options, "--output", "/dev/full")
+    assert (named.returncode, named.stderr) == (2, "kvcm: error: --output /dev/full: No space left on device\n")
+
+
 def test_a_file_name_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     """Characters that standard output has not are written as escapes."""
     name = write_trace(tmp_path / "tr\u00e4ce \u2603", make_prompts(3, 10, BLOCK))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,10 @@ def test_a_record_keeps_lengths_and_ids() -> None:
         (line(output_length=-1), "output_length is -1, but must be at least 0"),
         (line(output_length=None), "output_length is null, not an integer"),
         (line(timestamp="now"), "timestamp is the string 'now', not a number"),
+        (line(timestamp=math.nan), "not JSON: NaN is no number of JSON"),
+        (line(timestamp=-math.inf), "not JSON: -Infinity is no number of JSON"),
+        (line(hash_ids=[1, math.nan, 3]), "not JSON: NaN is no number of JSON"),
+        (line(timestamp=7).replace(b"7", b"1e999"), "timestamp is the number inf, which is not finite"),
         (line(hash_ids={"a": 1}), "hash_ids is an object, not an array"),
         (line(hash_ids=[1, "2", 3]), "hash_ids[1] is the string '2', not an integer"),
         (line(hash_ids=[1, 2]), "hash_ids has 2 entries, but input_length 9 makes 3 blocks of 4 tokens"),
