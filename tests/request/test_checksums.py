@@ -18,9 +18,7 @@ SIZE = slot_size(4, 4)
 def cached_on_disk(rig: Rig) -> None:
     """The prompt's four blocks, all of them on disk."""
     rig.seed(PROMPT)
-    other = rig.start()
-    assert other.cache.resize(16)
-    other.close()
+    rig.take(4).close()
     rig.settle()
     assert introspection.path_levels(rig.manager, PROMPT) == [1] * 4
 
@@ -71,8 +69,7 @@ def test_damaged_bytes_of_a_suspended_request(tmp_path: Path) -> None:
         request = rig.start()
         assert request.advance(PROMPT)
         request.suspend()
-        other = rig.start()
-        assert other.cache.resize(16)
+        other = rig.take(4)
         rig.settle()
         other.close()
         damage(rig, 3)
@@ -89,14 +86,7 @@ def test_without_checksums_nothing_is_compared(tmp_path: Path) -> None:
     assert isinstance(disk, DiskCacheTierConfig)
     disk.checksum = None
     with Rig(config, engine=False) as rig:
-        cache = rig.open()
-        assert cache.resize(16)
-        cache.commit(PROMPT)
-        cache.close()
-        other = rig.open()
-        assert other.resize(16)
-        other.close()
-        rig.settle()
+        cached_on_disk(rig)
         damage(rig, 0)
         cache = rig.open(PROMPT)
         rig.driver.synchronize()

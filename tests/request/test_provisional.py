@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kv_cache_manager_v2 import KVCache, PageDataLostError
 from tests.support.engine import Token
 from tests.support.models import small
 from tests.support.rig import Rig, toks
-
-
-def seed(rig: Rig, tokens: list[Token], priority: Callable[[int, object], int] | None = None) -> None:
-    """Have tokens cached, whatever their bytes: no engine checks what a failed transfer destroyed."""
-    cache = rig.open(None, None, priority)
-    for end in range(4, len(tokens) + 1, 4):
-        assert cache.resize(end), cache.last_shortage
-        cache.commit(tokens[end - 4 : end])
-    cache.close()
 
 
 def on_disk(rig: Rig, tokens: list[Token]) -> KVCache:
@@ -39,9 +28,9 @@ def time_out(cache: KVCache) -> None:
 def test_what_is_committed_on_a_load_is_matched_once_it_has_ended_well(fails: bool, tmp_path: object) -> None:
     """Until then it cannot match; if the load fails it leaves the tree, and the request can only be closed."""
     with Rig(small(4, host_slots=4, disk=(str(tmp_path), 8)), engine=False) as rig:
-        seed(rig, toks(0, 8))
-        seed(rig, toks(100, 116))
-        seed(rig, toks(200, 216))
+        rig.seed(toks(0, 8), chunk=4)
+        rig.seed(toks(100, 116), chunk=4)
+        rig.seed(toks(200, 216), chunk=4)
         cache = on_disk(rig, toks(0, 8))
         hanging = rig.driver.hang("read_file")
         assert cache.resume(rig.stream)
@@ -67,9 +56,9 @@ def test_a_block_that_another_request_computed_survives_a_failed_load(tmp_path: 
     read fails: blocks 2 and 3 were another request's and remain, visible all the time."""
     config = small(8, kinds=((8, 0),), host_slots=8, disk=(str(tmp_path), 16))
     with Rig(config, engine=False) as rig:
-        seed(rig, toks(0, 16), lambda ordinal, life_cycle: 90 if ordinal >= 2 else 10)
+        rig.seed(toks(0, 16), None, lambda ordinal, life_cycle: 90 if ordinal >= 2 else 10, 4)
         for tag in (100, 200, 300, 400):
-            seed(rig, toks(tag, tag + 16))
+            rig.seed(toks(tag, tag + 16), chunk=4)
         cache = on_disk(rig, toks(0, 8))
         hanging = rig.driver.hang("read_file", nth=2)  # of block 1: block 0 is out of the window by then
         assert cache.resume(rig.stream)
@@ -91,9 +80,9 @@ def test_uncertain_bytes_never_replace_good_ones(hangs: bool, tmp_path: object) 
     over by the cold block, unless the load under it may yet fail."""
     config = small(8, kinds=((8, 0),), host_slots=8, disk=(str(tmp_path), 16))
     with Rig(config, engine=False) as rig:
-        seed(rig, toks(0, 16))
+        rig.seed(toks(0, 16), chunk=4)
         for tag in (100, 200, 300, 400):
-            seed(rig, toks(tag, tag + 16))
+            rig.seed(toks(tag, tag + 16), chunk=4)
         cache = on_disk(rig, toks(0, 8))
         hanging = rig.driver.hang("read_file", nth=2) if hangs else None
         assert cache.resume(rig.stream)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from kv_cache_manager_v2 import ConfigError, KVCache, KVCacheError, PageDataLostError
-from tests.request.test_provisional import seed
 from tests.support.models import Kind, small
 from tests.support.rig import GPU, Rig, toks
 
@@ -51,8 +50,8 @@ def test_the_tail_of_a_path_is_evicted_before_its_head(end: str, host_slots: int
 def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
     """A request that resumed on bytes that never came: close() closes, then raises; one line names the request."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
-        seed(rig, toks(0, 16))
-        seed(rig, toks(100, 116))
+        rig.seed(toks(0, 16), chunk=4)
+        rig.seed(toks(100, 116), chunk=4)
         rig.driver.fail("read_file", times=None)
         cache = rig.open(toks(0, 16))
         rig.driver.synchronize()
@@ -68,8 +67,8 @@ def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, ca
 def test_a_loss_is_told_once(told: str, tmp_path: object) -> None:
     """close() raises nothing after another call has told of the loss, or while an exception leaves a `with` block."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
-        seed(rig, toks(0, 16))
-        seed(rig, toks(100, 116))
+        rig.seed(toks(0, 16), chunk=4)
+        rig.seed(toks(100, 116), chunk=4)
         rig.driver.fail("read_file", times=None)
         cache = rig.open(toks(0, 16))
         rig.driver.synchronize()

@@ -76,8 +76,7 @@ def test_is_loaded_waits_behind_a_closed_gate() -> None:
     """A page whose slot still has a writer in front of it is not loaded."""
     with Rig(small(4, host_slots=4)) as rig:
         rig.seed(toks(0, 16))
-        blocker = rig.start()
-        assert blocker.cache.resize(16)
+        blocker = rig.take(4)
         gate = rig.driver.gate(rig.stream)
         blocker.close()
         cache = rig.create(toks(0, 16))

@@ -136,9 +136,7 @@ def test_prefetch_without_a_host(tmp_path: object) -> None:
         request = rig.start()
         assert request.advance(toks(0, 16))
         request.suspend()
-        other = rig.start()
-        assert other.cache.resize(16)
-        other.close()
+        rig.take(4).close()
         before = inside.all_counts(rig.manager)
         assert request.cache.prefetch(CacheLevel(1))
         assert inside.all_counts(rig.manager) == before
@@ -177,8 +175,7 @@ def test_a_failed_resume_changes_nothing(full: bool) -> None:
         request = rig.start()
         assert request.advance(toks(0, 8))
         request.suspend()
-        other = rig.start()
-        assert other.cache.resize(8)
+        other = rig.take(2)
         third = rig.request(toks(50, 54)) if full else rig.request(toks(0, 6))
         elsewhere = rig.new_stream()
         third.cache.cuda_stream = rig.stream

@@ -154,8 +154,7 @@ def test_a_private_copy_waits_for_its_slots_last_user() -> None:
     with Rig(small(4)) as rig:
         rig.seed(toks(0, 6))
         gate = rig.driver.gate(rig.stream)
-        producer = rig.start()
-        assert producer.cache.resize(8)
+        producer = rig.take(2)
         producer.write(toks(100, 108))
         producer.cache.stop_committing()
         producer.close()
@@ -377,8 +376,7 @@ def test_a_failed_write_of_a_suspended_request(tmp_path: object) -> None:
         assert request.advance(toks(0, 16))
         request.suspend()
         rig.driver.fail("write_file", 3)
-        hog = rig.start()
-        assert hog.cache.resize(16)
+        hog = rig.take(4)
         rig.driver.synchronize()
         hog.close()
 

@@ -202,11 +202,10 @@ class Rig:
         assert count == self.probe(tokens, scope)
         return count
 
-    def take(self, slots: int, tag: int = 1 << 20) -> Request:
+    def take(self, slots: int) -> Request:
         """Lock the slots of so many blocks for a new request that commits nothing."""
         request = self.start()
         assert request.cache.resize(slots * self.tokens_per_block), request.cache.last_shortage
-        del tag
         return request
 
     # --- questions
@@ -278,9 +277,9 @@ class Request:
         return True
 
     def write(self, tokens: Sequence[Token]) -> None:
-        """Let the engine check the history and write these tokens behind it."""
-        assert self.rig.engine is not None
-        self.rig.engine.step(self.cache, tokens, self.tokens)
+        """Let the engine, if the rig has one, check the history and write these tokens behind it."""
+        if self.rig.engine is not None:
+            self.rig.engine.step(self.cache, tokens, self.tokens)
         self.tokens += tokens
 
     def prefill(self, tokens: Sequence[Token], chunk: int) -> None:
