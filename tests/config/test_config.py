@@ -27,13 +27,12 @@ from kv_cache_manager_v2.config import (
 )
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
-from tests.layout.helpers import model
-from tests.support.models import MIB, attention, buffers, ssm
+from tests.support.models import MIB, attention, buffers, model, ssm
 
 
 def test_defaults() -> None:
     """The documented defaults."""
-    config = model(attention(0, 64))
+    config = model([attention(0, 64)])
     assert config.max_util_for_resume == 0.97
     assert config.enable_partial_reuse
     assert config.reuse_match_backoff == 0
@@ -175,12 +174,12 @@ def test_tier_order(tmp_path: Path) -> None:
 def test_bad_override(override: int) -> None:
     """An override that is not positive or does not divide the block is refused, never a crash."""
     with pytest.raises(ConfigError, match=f"tokens_per_block_override.*{override}"):
-        model(attention(0, 64, override=override), tokens_per_block=128)
+        model([attention(0, 64, override=override)], tokens_per_block=128)
 
 
 def test_good_override() -> None:
     """64 divides 128; it repeats twice in a block."""
-    config = model(attention(0, 64, override=64), tokens_per_block=128)
+    config = model([attention(0, 64, override=64)], tokens_per_block=128)
     assert config.layers[0].buffers[0].expansion(128) == 2
 
 
@@ -188,17 +187,17 @@ def test_good_override() -> None:
 def test_bad_max_util(value: float) -> None:
     """A threshold outside (0, 1] is refused with the field's name; it is also a ValueError and an AssertionError."""
     with pytest.raises(ConfigError, match="max_util_for_resume"):
-        model(attention(0, 64), max_util=value)
+        model([attention(0, 64)], max_util=value)
     with pytest.raises(ValueError, match="max_util_for_resume"):
-        model(attention(0, 64), max_util=value)
+        model([attention(0, 64)], max_util=value)
     with pytest.raises(AssertionError, match="max_util_for_resume"):
-        model(attention(0, 64), max_util=value)
+        model([attention(0, 64)], max_util=value)
 
 
 def test_max_util_of_one() -> None:
     """1.0 is valid, also when given as an int."""
-    assert model(attention(0, 64), max_util=1.0).max_util_for_resume == 1.0
-    assert model(attention(0, 64), max_util=1).max_util_for_resume == 1.0
+    assert model([attention(0, 64)], max_util=1.0).max_util_for_resume == 1.0
+    assert model([attention(0, 64)], max_util=1).max_util_for_resume == 1.0
 
 
 def test_ssm_needs_min_snapshot() -> None:
@@ -227,12 +226,12 @@ def test_ssm_needs_min_snapshot() -> None:
 def test_bad_ratio(ratio: list[float], message: str) -> None:
     """One positive weight for each layer group, summing to 1."""
     with pytest.raises(ConfigError, match=message):
-        model(attention(0, 64, window=128), attention(1, 128), ratio=ratio)
+        model([attention(0, 64, window=128), attention(1, 128)], ratio=ratio)
 
 
 def test_ratio_counts_layer_groups_not_pools_or_layers() -> None:
     """Two layer groups of equal slot size share a pool, and still have a weight each."""
-    config = model(attention(0, 64, window=128), attention(1, 64), attention(2, 64), ratio=[0.25, 0.75])
+    config = model([attention(0, 64, window=128), attention(1, 64), attention(2, 64)], ratio=[0.25, 0.75])
     assert config.initial_pool_ratio == [0.25, 0.75]
 
 
@@ -260,13 +259,13 @@ def test_ratio_counts_layer_groups_not_pools_or_layers() -> None:
 def test_bad_settings(field: str, value: object) -> None:
     """Values out of range are refused with the field's name."""
     with pytest.raises(ConfigError, match=field):
-        dataclasses.replace(model(attention(0, 64)), **{field: value})  # type: ignore[arg-type]
+        dataclasses.replace(model([attention(0, 64)]), **{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: model(attention(0, 64), attention(0, 64)), "layer_id 0 is used twice"),
+        (lambda: model([attention(0, 64), attention(0, 64)]), "layer_id 0 is used twice"),
         (lambda: attention(-1, 64), "layer_id is -1"),
         (lambda: attention(0), "no buffers"),
         (lambda: attention(0, 0), "size of buffer 'key' is 0"),
@@ -296,7 +295,7 @@ def test_zero_sinks_need_no_window() -> None:
 
 def test_assignments_are_checked_again() -> None:
     """A field assigned after construction is checked when the configuration is used."""
-    config = model(attention(0, 64))
+    config = model([attention(0, 64)])
     config.tokens_per_block = 0
     with pytest.raises(ConfigError, match="tokens_per_block is 0"):
         config.validate()
@@ -314,7 +313,7 @@ def test_numpy_integers_become_ints() -> None:
 def test_copies(tmp_path: Path) -> None:
     """replace, deepcopy, pickle and copy() give equal configurations that share nothing."""
     colder = [HostCacheTierConfig(MIB), DiskCacheTierConfig(MIB, str(tmp_path))]
-    config = model(attention(0, 64, window=8, sink=4), ssm(1, 128), colder=colder, scratch_rewind=3)
+    config = model([attention(0, 64, window=8, sink=4), ssm(1, 128)], colder=colder, scratch_rewind=3)
     for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config.copy(), dataclasses.replace(config)):
         assert other == config
     copied = config.copy()
@@ -326,7 +325,7 @@ def test_copies(tmp_path: Path) -> None:
 def test_without_tier(tmp_path: Path) -> None:
     """Leaving out the host keeps a configured disk; the original is untouched, and the GPU cannot be left out."""
     colder = [HostCacheTierConfig(MIB), DiskCacheTierConfig(MIB, str(tmp_path))]
-    config = model(attention(0, 64), colder=colder)
+    config = model([attention(0, 64)], colder=colder)
     less = config.without_tier(CacheTier.HOST_MEM)
     assert [tier.tier for tier in less.cache_tiers] == [CacheTier.GPU_MEM, CacheTier.DISK]
     assert len(config.cache_tiers) == 3

@@ -12,8 +12,7 @@ from kv_cache_manager_v2.ids import CacheLevel, CacheTier, DataRole, LayerId, Pa
 from kv_cache_manager_v2.layout import pools
 from kv_cache_manager_v2.layout.explain import FLOOR_OF_CONSTRAINTS, FLOOR_OF_ONE_REQUEST, draw_layout, human_bytes
 from kv_cache_manager_v2.layout.pools import build_layout
-from tests.layout.helpers import model
-from tests.support.models import KIB, MIB, attention, batch, ssm
+from tests.support.models import KIB, MIB, attention, batch, model, ssm
 
 
 def documented() -> KVCacheManagerConfig:
@@ -21,7 +20,7 @@ def documented() -> KVCacheManagerConfig:
     sizes = (64 * KIB, 64 * KIB, 2 * KIB, 2 * KIB)
     recurrent = SsmLayerConfig(LayerId(4), [BufferConfig(DataRole("state"), 256 * KIB), BufferConfig(DataRole("conv"), 24 * KIB)])
     layers = [attention(layer, *sizes, window=1024 if layer % 2 else None) for layer in range(4)]
-    return model(*layers, recurrent, gpu=256 * MIB)
+    return model([*layers, recurrent], gpu=256 * MIB)
 
 
 def test_the_drawing_in_the_documentation_is_true() -> None:
@@ -69,9 +68,7 @@ def test_every_buffer_is_described_once() -> None:
 def test_the_table_is_what_a_manager_has(gpu: int) -> None:
     """Slots, quotas and slot sizes by level and pool group, as the manager's own statistics say."""
     config = model(
-        attention(0, 64 * KIB),
-        attention(1, 96 * KIB, window=128, sink=8),
-        ssm(2, 40 * KIB),
+        [attention(0, 64 * KIB), attention(1, 96 * KIB, window=128, sink=8), ssm(2, 40 * KIB)],
         gpu=gpu,
         colder=[HostCacheTierConfig(5 * MIB)],
     )
@@ -96,12 +93,12 @@ def test_the_table_is_what_a_manager_has(gpu: int) -> None:
 def test_it_says_what_bound_each_group() -> None:
     """A floor of constraints, a floor of one request, or the configured shares."""
     layers = (attention(0, 1 * MIB), attention(1, 3 * MIB, window=64))
-    free = explain_sizing(model(*layers, gpu=256 * MIB, ratio=[0.5, 0.5]))
+    free = explain_sizing(model(layers, gpu=256 * MIB, ratio=[0.5, 0.5]))
     assert [row.decided_by for row in free.rows] == ["initial_pool_ratio"] * 2
-    tight = explain_sizing(model(*layers, gpu=64 * MIB, ratio=[0.01, 0.99]))
+    tight = explain_sizing(model(layers, gpu=64 * MIB, ratio=[0.01, 0.99]))
     assert tight.rows[0].decided_by.startswith(FLOOR_OF_ONE_REQUEST)
     assert tight.rows[0].slots >= tight.rows[0].floor == 3  # a window of 64 in blocks of 32
-    bound = explain_sizing(model(*layers, gpu=512 * MIB, ratio=[0.01, 0.99], constraints=[batch(4, 320)]))
+    bound = explain_sizing(model(layers, gpu=512 * MIB, ratio=[0.01, 0.99], constraints=[batch(4, 320)]))
     assert bound.rows[0].decided_by.startswith(FLOOR_OF_CONSTRAINTS)
     assert bound.rows[0].floor > tight.rows[0].floor
     assert bound.rows[1].decided_by == "initial_pool_ratio"
@@ -109,7 +106,7 @@ def test_it_says_what_bound_each_group() -> None:
 
 def test_a_raised_quota_is_shown_and_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Also with strict_quota, which a manager would refuse: the table is how to find out."""
-    config = model(attention(0, 4 * MIB, window=64), gpu=2 * MIB, strict_quota=True)
+    config = model([attention(0, 4 * MIB, window=64)], gpu=2 * MIB, strict_quota=True)
     table = explain_sizing(config)
     (level,) = table.levels
     assert level.raised
@@ -123,7 +120,8 @@ def test_a_raised_quota_is_shown_and_nothing_is_logged(caplog: pytest.LogCapture
 def test_the_printed_table_is_aligned() -> None:
     """A line for each level, a header, a line for each pool group; numbers end, texts begin in one column."""
     config = model(
-        attention(0, 64 * KIB), attention(1, 96 * KIB, window=128, sink=40), ssm(2, 40 * KIB), colder=[HostCacheTierConfig(5 * MIB)]
+        [attention(0, 64 * KIB), attention(1, 96 * KIB, window=128, sink=40), ssm(2, 40 * KIB)],
+        colder=[HostCacheTierConfig(5 * MIB)],
     )
     lines = str(explain_sizing(config)).splitlines()
     assert lines[0].startswith("level 0, GPU_MEM: quota 64.0 MiB of 64.0 MiB asked; minimum ")

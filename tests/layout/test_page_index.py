@@ -22,14 +22,13 @@ from kv_cache_manager_v2.layout.page_index import (
 )
 from kv_cache_manager_v2.layout.pools import BufferPlace, StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import check_index_range, size_levels
-from tests.layout.helpers import model
-from tests.support.models import GIB, KEY, VALUE, attention
+from tests.support.models import GIB, KEY, VALUE, attention, model
 
 SHARED, PER_LAYER = PageIndexMode.SHARED, PageIndexMode.PER_LAYER
 
 
 def small_layout(*layers: LayerConfig) -> StorageLayout:
-    return build_layout(model(*layers, tokens_per_block=8))
+    return build_layout(model(layers, tokens_per_block=8))
 
 
 def test_shared_and_per_layer() -> None:
@@ -45,7 +44,7 @@ def test_shared_and_per_layer() -> None:
 
 def test_expansion() -> None:
     """A layer with half-size blocks has two indices a block, BAD twice."""
-    layout = build_layout(model(attention(0, 2048), attention(1, 1024, override=64), tokens_per_block=128))
+    layout = build_layout(model([attention(0, 2048), attention(1, 1024, override=64)], tokens_per_block=128))
     convert = PageIndexConverter(layout.place(LayerId(1), KEY))
     assert list(convert([3, -1])) == [12, 13, -1, -1]
     assert list(convert([3, -1], PER_LAYER)) == [14, 15, -1, -1]
@@ -87,7 +86,7 @@ def test_int32_overflow_is_refused() -> None:
 
 def test_byte_offsets_do_not_wrap() -> None:
     """Page stride 1,039,680 at index 2066 is a byte offset above 2**31."""
-    layout = build_layout(model(attention(0, 1039680)))
+    layout = build_layout(model([attention(0, 1039680)]))
     place = layout.place(LayerId(0), KEY)
     (index,) = PageIndexConverter(place)([2066])
     assert buffer_base(place, 1 << 40, SHARED) + place.stride * index == (1 << 40) + 2147978880
@@ -96,11 +95,11 @@ def test_byte_offsets_do_not_wrap() -> None:
 def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
     """Quota and tiny buffers that give more page indices than int32 has are a ConfigError, with the limit."""
     layers = [attention(layer, 1, 1) for layer in range(8)]
-    config = model(*layers, gpu=GIB)
+    config = model(layers, gpu=GIB)
     layout = build_layout(config)
     assert size_levels(layout, config)[0].slots == [GIB // 16]
     assert layout.max_slots(0) == (1 << 31) // 16
-    config = model(*layers, gpu=2 * GIB + 64)
+    config = model(layers, gpu=2 * GIB + 64)
     with pytest.raises(ConfigError, match=r"at most 134217728 slots are possible"):
         size_levels(layout, config)
     check_index_range(layout, [layout.max_slots(0)])
@@ -110,7 +109,7 @@ def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
 
 def test_the_largest_index_fits_the_limit() -> None:
     """With max_slots slots the last index is at most 2**31 - 1, and one slot more has one beyond."""
-    layout = build_layout(model(attention(0, 64), attention(1, 64), attention(2, 16, override=2), tokens_per_block=8))
+    layout = build_layout(model([attention(0, 64), attention(1, 64), attention(2, 16, override=2)], tokens_per_block=8))
     limit = layout.max_slots(0)
     largest = 0
     for layer in range(3):
@@ -240,7 +239,7 @@ def test_scratch_desc_is_true_iff_it_has_blocks() -> None:
 
 def test_scratch_shares_slots() -> None:
     """32 layers of W = 128, 1024 tokens: 28 scratch blocks share one slot, each layer's indices distinct."""
-    config = model(*[attention(layer, 64, window=128) for layer in range(32)], scratch_rewind=0)
+    config = model([attention(layer, 64, window=128) for layer in range(32)], scratch_rewind=0)
     layout = build_layout(config)
     beg, end = layout.life_cycles[0].scratch(0, 1024, 0)
     assert (beg, end) == (0, 28)
@@ -255,17 +254,17 @@ def test_scratch_shares_slots() -> None:
 
 def test_upper_bound() -> None:
     """The upper bound is (slot size / size * slots - offset / size) * expansion."""
-    layout = build_layout(model(attention(0, 2048), attention(1, 1024, override=64), tokens_per_block=128))
+    layout = build_layout(model([attention(0, 2048), attention(1, 1024, override=64)], tokens_per_block=128))
     assert page_index_upper_bound(layout, layout.place(LayerId(0), KEY), 10) == 20
     assert page_index_upper_bound(layout, layout.place(LayerId(1), KEY), 10) == 38
 
 
 def test_default_mode() -> None:
     """A mode left out means SHARED; with scratch reuse on it is a ValueError."""
-    plain = build_layout(model(attention(0, 64)))
+    plain = build_layout(model([attention(0, 64)]))
     assert resolve_mode(plain, None) is SHARED
     assert resolve_mode(plain, PER_LAYER) is PER_LAYER
-    scratch = build_layout(model(attention(0, 64, window=8), scratch_rewind=0))
+    scratch = build_layout(model([attention(0, 64, window=8)], scratch_rewind=0))
     assert resolve_mode(scratch, SHARED) is SHARED
     with pytest.raises(ValueError, match="mode is missing"):
         resolve_mode(scratch, None)
@@ -275,7 +274,7 @@ def test_default_mode() -> None:
 def test_scratch_pages_of_a_kernel_that_crosses_no_slot(window: int | None, scratch_rewind: int | None, refused: bool) -> None:
     """Two buffers of a layer in a slot of three: a kernel that places scratch blocks itself would let them overlap."""
     layers = (attention(0, 64, 64, window=window), attention(1, 64, window=window))
-    layout = build_layout(model(*layers, tokens_per_block=8, scratch_rewind=scratch_rewind))
+    layout = build_layout(model(layers, tokens_per_block=8, scratch_rewind=scratch_rewind))
     whole = PageIndexConverter(layout.place(LayerId(1), KEY))
     assert whole.scratch_pages_per_block == 1
     converter = PageIndexConverter(layout.place(LayerId(0), KEY))

@@ -34,8 +34,7 @@ from kv_cache_manager_v2.layout.sizing import (
     split_quota,
     weights_from_length,
 )
-from tests.layout.helpers import model
-from tests.support.models import GIB, KIB, MIB, attention, batch, ssm
+from tests.support.models import GIB, KIB, MIB, attention, batch, model, ssm
 
 GRAIN = 2 * MIB
 
@@ -199,16 +198,16 @@ def test_integer_weights_are_exact() -> None:
 
 def test_structural_floors() -> None:
     """Blocks of 32: a window of 100 needs 5, full attention as much, a state 1; life cycles that share a group add up."""
-    config = model(attention(0, 64, window=100), attention(1, 128), ssm(2, 8))
+    config = model([attention(0, 64, window=100), attention(1, 128), ssm(2, 8)])
     assert min_slots(build_layout(config), config) == [5, 5, 1]
-    config = model(attention(0, 64, window=100), attention(1, 64))
+    config = model([attention(0, 64, window=100), attention(1, 64)])
     assert min_slots(build_layout(config), config) == [10]
 
 
 def test_resume_headroom() -> None:
     """A constraint's floor is raised by 1 / max_util_for_resume, in decimal arithmetic: 97 / 0.97 is 100, not 101."""
     for max_util, expected in ((1.0, 97), (0.97, 100), (0.5, 194), (0.95, 103)):
-        config = model(attention(0, 64), constraints=[batch(97, 32)], max_util=max_util)
+        config = model([attention(0, 64)], constraints=[batch(97, 32)], max_util=max_util)
         assert min_slots(build_layout(config), config) == [expected]
     assert exact_fraction(0.97) == (97, 100)
     assert exact_fraction(1e-05) == (1, 100000)
@@ -217,7 +216,7 @@ def test_resume_headroom() -> None:
 def test_floor_is_the_maximum_over_constraints() -> None:
     """Each constraint alone must fit; colder levels have to hold one request, not the GPU's batches."""
     many_short, one_long = batch(10, 32), batch(1, 3200)
-    config = model(attention(0, 64, window=32), attention(1, 128), constraints=[many_short, one_long], max_util=1.0)
+    config = model([attention(0, 64, window=32), attention(1, 128)], constraints=[many_short, one_long], max_util=1.0)
     layout = build_layout(config)
     assert min_slots(layout, config) == [100, 100]
     assert min_slots(layout, config, CacheLevel(1)) == [2, 2]
@@ -228,7 +227,7 @@ def test_floor_is_the_maximum_over_constraints() -> None:
 
 def test_weights_without_any_hint() -> None:
     """One request with history 2048 and capacity 2049: 65 blocks against 5, exactly, not rounded to grains."""
-    config = model(attention(0, 16 * KIB), attention(1, 32 * KIB, window=128))
+    config = model([attention(0, 16 * KIB), attention(1, 32 * KIB, window=128)])
     weights, origin = initial_weights(build_layout(config), config)
     assert origin == FROM_DEFAULT
     assert weights == normalised([65 * 16, 5 * 32])
@@ -239,17 +238,17 @@ def test_weights_precedence() -> None:
     """initial_pool_ratio before typical_step before constraints before the default."""
     layers = [attention(0, 64), attention(1, 128, window=64)]
     typical, constraint = batch(2, 320, 319), batch(1, 640)
-    config = model(*layers, typical_step=typical, constraints=[constraint], ratio=[0.2, 0.8])
+    config = model(layers, typical_step=typical, constraints=[constraint], ratio=[0.2, 0.8])
     assert initial_weights(build_layout(config), config) == ([0.2, 0.8], FROM_RATIO)
-    config = model(*layers, typical_step=typical, constraints=[constraint])
+    config = model(layers, typical_step=typical, constraints=[constraint])
     assert initial_weights(build_layout(config), config) == (normalised([20 * 64, 4 * 128]), FROM_TYPICAL_STEP)
-    config = model(*layers, constraints=[constraint], max_util=1.0)
+    config = model(layers, constraints=[constraint], max_util=1.0)
     assert initial_weights(build_layout(config), config) == (normalised([20 * 64, 20 * 128]), FROM_CONSTRAINTS)
 
 
 def test_ratio_is_per_layer_group() -> None:
     """The weights of layer groups that share a pool add up; the pool's share is 1."""
-    config = model(attention(0, 64, window=128), attention(1, 64), ratio=[0.25, 0.75])
+    config = model([attention(0, 64, window=128), attention(1, 64)], ratio=[0.25, 0.75])
     layout, gpu = sized(config)
     assert gpu.weights == [1.0]
     assert gpu.ratio(layout) == [1.0]
@@ -257,13 +256,13 @@ def test_ratio_is_per_layer_group() -> None:
 
 def test_typical_step_of_nothing() -> None:
     """A pool group that the typical batch does not use still has a share."""
-    config = model(attention(0, 64), ssm(1, 64 * 3), typical_step=batch(0, 0))
+    config = model([attention(0, 64), ssm(1, 64 * 3)], typical_step=batch(0, 0))
     assert initial_weights(build_layout(config), config)[0] == [0.25, 0.75]
 
 
 def test_weights_from_length(caplog: pytest.LogCaptureFixture) -> None:
     """The weights are the bytes of one request by pool group; a capacity below the history is raised to it, with a warning."""
-    layout = build_layout(model(attention(0, 100), attention(1, 50, window=32), ssm(2, 7)))
+    layout = build_layout(model([attention(0, 100), attention(1, 50, window=32), ssm(2, 7)]))
     assert weights_from_length(layout, 64, 320) == normalised([1000, 9 * 50, 7])
     with caplog.at_level(logging.WARNING):
         assert weights_from_length(layout, 64, 10) == normalised([200, 50, 7])
@@ -283,39 +282,39 @@ class TestInitialRatio:
         return gpu.ratio(layout)
 
     def test_default(self) -> None:
-        ratio = self.ratio(model(*self.LAYERS, gpu=GIB))
+        ratio = self.ratio(model(self.LAYERS, gpu=GIB))
         assert ratio[0] < ratio[1]
         assert sum(ratio) == pytest.approx(1.0)
 
     def test_short(self) -> None:
-        ratio = self.ratio(model(*self.LAYERS, gpu=GIB, typical_step=batch(64, 64)))
+        ratio = self.ratio(model(self.LAYERS, gpu=GIB, typical_step=batch(64, 64)))
         assert ratio[0] / ratio[1] == pytest.approx(0.6, abs=0.15)
 
     def test_long(self) -> None:
-        assert self.ratio(model(*self.LAYERS, gpu=4 * GIB, typical_step=batch(32, 4096, 4000)))[0] < 0.15
+        assert self.ratio(model(self.LAYERS, gpu=4 * GIB, typical_step=batch(32, 4096, 4000)))[0] < 0.15
 
     def test_constraints_raise_the_window(self) -> None:
         typical = batch(32, 4096, 4000)
-        before = self.ratio(model(*self.LAYERS, gpu=GIB, typical_step=typical))
-        after = self.ratio(model(*self.LAYERS, gpu=GIB, typical_step=typical, constraints=[batch(128, 64)]))
+        before = self.ratio(model(self.LAYERS, gpu=GIB, typical_step=typical))
+        after = self.ratio(model(self.LAYERS, gpu=GIB, typical_step=typical, constraints=[batch(128, 64)]))
         assert after[0] > before[0]
 
     def test_constraint_that_the_typical_step_covers_changes_nothing(self) -> None:
         typical = batch(8, 2048, 2000)
-        before = self.ratio(model(*self.LAYERS, gpu=4 * GIB, typical_step=typical))
-        assert self.ratio(model(*self.LAYERS, gpu=4 * GIB, typical_step=typical, constraints=[batch(4, 64)])) == before
+        before = self.ratio(model(self.LAYERS, gpu=4 * GIB, typical_step=typical))
+        assert self.ratio(model(self.LAYERS, gpu=4 * GIB, typical_step=typical, constraints=[batch(4, 64)])) == before
 
     def test_scratch_lowers_the_window(self) -> None:
         layers = [attention(n, 64 * KIB, window=128) for n in range(16)]
         layers += [attention(16 + n, 32 * KIB) for n in range(16)]
         typical = batch(8, 16384)
-        before = self.ratio(model(*layers, gpu=16 * GIB, typical_step=typical))
-        after = self.ratio(model(*layers, gpu=16 * GIB, typical_step=typical, scratch_rewind=0))
+        before = self.ratio(model(layers, gpu=16 * GIB, typical_step=typical))
+        after = self.ratio(model(layers, gpu=16 * GIB, typical_step=typical, scratch_rewind=0))
         assert after[0] < before[0]
 
     def test_constraint_fits_under_the_gate(self) -> None:
         """32 requests of one token at 0.95 get 34 slots, so that the last one resumes at 31 / 34."""
-        config = model(*self.LAYERS, gpu=32 * 2 * MIB, constraints=[batch(32, 1)], max_util=0.95)
+        config = model(self.LAYERS, gpu=32 * 2 * MIB, constraints=[batch(32, 1)], max_util=0.95)
         _layout, gpu = sized(config)
         assert all(count >= 34 for count in gpu.slots)
 
@@ -323,7 +322,7 @@ class TestInitialRatio:
     def test_a_batch_fits_its_own_bytes(self, prompt: int) -> None:
         """4 requests of 512 tokens at a quota of exactly their slots, each with its share of the prompt."""
         constraint = batch(4, 512, 0, prompt)
-        config = model(*self.LAYERS, gpu=1, constraints=[constraint], typical_step=constraint, max_util=1.0)
+        config = model(self.LAYERS, gpu=1, constraints=[constraint], typical_step=constraint, max_util=1.0)
         layout = build_layout(config)
         exact = min_quota(layout.slot_sizes, min_slots(layout, config), GRAIN)
         config.cache_tiers[0].quota = exact
@@ -336,7 +335,7 @@ class TestInitialRatio:
 def test_quota_is_rounded_up() -> None:
     """5,619,712 bytes become 3 grains; nothing is raised, nothing is warned of."""
     layers = [attention(layer, 8192, 8192) for layer in range(8)]
-    layout, gpu = sized(model(*layers, gpu=5_619_712))
+    layout, gpu = sized(model(layers, gpu=5_619_712))
     assert (gpu.asked, gpu.quota) == (5_619_712, 3 * GRAIN)
     assert gpu.slots == [3 * GRAIN // layout.slot_bytes(0)] == [48]
 
@@ -345,7 +344,7 @@ def test_tiny_lower_tiers_are_raised(caplog: pytest.LogCaptureFixture, tmp_path:
     """A byte of host and a byte of disk become room for one slot, with one warning that names all figures."""
     layers = [attention(layer, 8192, 8192) for layer in range(8)]
     colder = [HostCacheTierConfig(1), DiskCacheTierConfig(1, str(tmp_path))]
-    config = model(*layers, gpu=5_619_712, colder=colder)
+    config = model(layers, gpu=5_619_712, colder=colder)
     layout = build_layout(config)
     with caplog.at_level(logging.WARNING):
         _gpu, host, disk = size_levels(layout, config)
@@ -360,7 +359,7 @@ def test_tiny_lower_tiers_are_raised(caplog: pytest.LogCaptureFixture, tmp_path:
 
 def test_gpu_quota_is_raised_to_the_constraints(caplog: pytest.LogCaptureFixture) -> None:
     """A quota below the constraints' floor is raised to it with one warning; strict_quota makes it a ConfigError."""
-    config = model(attention(0, MIB), gpu=10 * MIB, constraints=[batch(97, 32)])
+    config = model([attention(0, MIB)], gpu=10 * MIB, constraints=[batch(97, 32)])
     with caplog.at_level(logging.WARNING):
         _layout, gpu = sized(config)
     assert (gpu.asked, gpu.quota, gpu.slots) == (10 * MIB, 100 * MIB, [100])
@@ -375,7 +374,7 @@ def test_gpu_quota_is_raised_to_the_constraints(caplog: pytest.LogCaptureFixture
 def test_all_levels_have_the_same_weights(tmp_path: Path) -> None:
     """Colder levels are divided in the GPU's proportions."""
     colder = [HostCacheTierConfig(512 * MIB), DiskCacheTierConfig(GIB, str(tmp_path))]
-    config = model(attention(0, 64 * KIB), attention(1, 32 * KIB, window=128), gpu=256 * MIB, colder=colder)
+    config = model([attention(0, 64 * KIB), attention(1, 32 * KIB, window=128)], gpu=256 * MIB, colder=colder)
     layout = build_layout(config)
     sizings = size_levels(layout, config)
     assert [sizing.tier for sizing in sizings] == [CacheTier.GPU_MEM, CacheTier.HOST_MEM, CacheTier.DISK]
@@ -387,7 +386,7 @@ def test_all_levels_have_the_same_weights(tmp_path: Path) -> None:
 def test_what_bound_the_slots() -> None:
     """The record says which groups the floor decided, where the weights came from, and the minimum."""
     config = model(
-        attention(0, 64 * KIB), attention(1, 128 * KIB, window=128), gpu=64 * MIB, constraints=[batch(80, 128)], ratio=[0.9, 0.1]
+        [attention(0, 64 * KIB), attention(1, 128 * KIB, window=128)], gpu=64 * MIB, constraints=[batch(80, 128)], ratio=[0.9, 0.1]
     )
     layout, gpu = sized(config)
     assert gpu.weights_from == FROM_RATIO
@@ -399,7 +398,7 @@ def test_what_bound_the_slots() -> None:
 class TestResized:
     """Sizing a level anew: with another quota, other weights, or both."""
 
-    CONFIG = model(attention(0, 64 * KIB), attention(1, 128 * KIB, window=128), gpu=64 * MIB)
+    CONFIG = model([attention(0, 64 * KIB), attention(1, 128 * KIB, window=128)], gpu=64 * MIB)
 
     def test_quota(self) -> None:
         layout, gpu = sized(self.CONFIG)

@@ -13,8 +13,7 @@ from kv_cache_manager_v2.ids import CacheLevel
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import normalised, resized, size_levels, weights_from_length
 from kv_cache_manager_v2.layout.tuning import MovingAverage, Tuner
-from tests.layout.helpers import model
-from tests.support.models import KIB, MIB, attention, batch
+from tests.support.models import KIB, MIB, attention, batch, model
 from tests.support.rig import Clock
 
 GPU, HOST, DISK = CacheLevel(0), CacheLevel(1), CacheLevel(2)
@@ -22,7 +21,7 @@ GPU, HOST, DISK = CacheLevel(0), CacheLevel(1), CacheLevel(2)
 
 def two_groups(**changes: object) -> KVCacheManagerConfig:
     """Full attention and a window with slots of their own; any number of samples is enough and nothing has to cool down."""
-    config = model(attention(0, 64 * KIB), attention(1, 128 * KIB, window=64), gpu=64 * MIB, typical_step=batch(4, 1024, 1023))
+    config = model([attention(0, 64 * KIB), attention(1, 128 * KIB, window=64)], gpu=64 * MIB, typical_step=batch(4, 1024, 1023))
     eager: dict[str, object] = {
         "rebalance_min_sampled_kv_caches": 1,
         "rebalance_cooldown_secs": 0.0,
@@ -128,7 +127,7 @@ def test_threshold() -> None:
 
 def test_boundary_of_the_threshold() -> None:
     """A share that is off by exactly the threshold is a mismatch: it must lie strictly within."""
-    config = model(attention(0, 2 * MIB), attention(1, 4 * MIB, window=1), gpu=24 * MIB, ratio=[0.5, 0.5])
+    config = model([attention(0, 2 * MIB), attention(1, 4 * MIB, window=1)], gpu=24 * MIB, ratio=[0.5, 0.5])
     for threshold, expected in ((1.4, True), (1.5, True), (1.6, False)):
         tuner = make_tuner(dataclasses.replace(config, rebalance_ratio_threshold=threshold))
         assert tuner.sizings[GPU].slots == [6, 3]
@@ -152,7 +151,7 @@ def test_targets_are_updated_once_an_interval_has_closed() -> None:
 
 def test_an_impossible_division_is_no_mismatch() -> None:
     """Shares that give a pool group more slots than int32 page indices can name: no adjustment, and no error from a question."""
-    config = model(attention(0, 16), attention(1, 2 * MIB, window=64), gpu=1 << 37, ratio=[0.1, 0.9])
+    config = model([attention(0, 16), attention(1, 2 * MIB, window=64)], gpu=1 << 37, ratio=[0.1, 0.9])
     tuner = make_tuner(dataclasses.replace(config, rebalance_min_sampled_kv_caches=0, rebalance_cooldown_secs=0.0))
     tuner.set_gpu_weights([0.9, 0.1])
     with pytest.raises(ConfigError, match="int32"):
@@ -214,7 +213,7 @@ def test_a_new_quota_is_taken_into_account() -> None:
 
 def test_one_pool_group_never_needs_it() -> None:
     """With one pool group there is nothing to shift."""
-    config = dataclasses.replace(model(attention(0, 64)), rebalance_min_sampled_kv_caches=0, rebalance_cooldown_secs=0.0)
+    config = dataclasses.replace(model([attention(0, 64)]), rebalance_min_sampled_kv_caches=0, rebalance_cooldown_secs=0.0)
     tuner = make_tuner(config)
     assert not tuner.need_adjustment()
 
@@ -229,7 +228,7 @@ def test_forced_targets() -> None:
     assert not tuner.need_adjustment()
     with pytest.raises(ConfigError, match="3 weights for 2 pool groups"):
         tuner.set_gpu_weights([0.2, 0.3, 0.5])
-    one_group = model(attention(0, 64))
+    one_group = model([attention(0, 64)])
     (foreign,) = size_levels(build_layout(one_group), one_group)
     with pytest.raises(ConfigError, match="1 pool groups; must be 2"):
         tuner.set_sizing(GPU, foreign)

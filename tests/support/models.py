@@ -144,6 +144,7 @@ def model(
     *,
     tokens_per_block: int = 32,
     gpu: int = 64 * MIB,
+    colder: Sequence[CacheTierConfig] = (),
     tiers: Sequence[CacheTierConfig] | None = None,
     max_util: float = 0.97,
     partial: bool = True,
@@ -160,7 +161,7 @@ def model(
         min_snapshot = any(isinstance(layer, SsmLayerConfig) for layer in layers)
     return KVCacheManagerConfig(
         tokens_per_block,
-        [GpuCacheTierConfig(gpu)] if tiers is None else list(tiers),
+        [GpuCacheTierConfig(gpu), *colder] if tiers is None else list(tiers),
         list(layers),
         max_util_for_resume=max_util,
         enable_partial_reuse=partial,
