@@ -48,11 +48,7 @@ def rig_of(config: KVCacheManagerConfig) -> Rig:
 
 
 def open_cache(
-    rig: Rig,
-    tokens: Sequence[Token] | None = None,
-    id: int | None = None,
-    expected: int | None = None,
-    request_stats: bool = False,
+    rig: Rig, tokens: Sequence[Token] | None = None, id: int | None = None, expected: int | None = None, request_stats: bool = False
 ) -> KVCache:
     """A cache, ACTIVE, that the rig closes with itself."""
     cache = suspended_cache(rig, tokens, id, expected, request_stats)
@@ -61,15 +57,10 @@ def open_cache(
 
 
 def suspended_cache(
-    rig: Rig,
-    tokens: Sequence[Token] | None = None,
-    id: int | None = None,
-    expected: int | None = None,
-    request_stats: bool = False,
+    rig: Rig, tokens: Sequence[Token] | None = None, id: int | None = None, expected: int | None = None, request_stats: bool = False
 ) -> KVCache:
     cache = rig.manager.create_kv_cache(None, tokens, id, expected_prompt_length=expected, enable_request_stats=request_stats)
-    rig.own(cache)
-    return cache
+    return rig.own(cache)
 
 
 def seed(rig: Rig, beg: int, end: int) -> None:
