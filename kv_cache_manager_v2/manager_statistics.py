@@ -160,10 +160,14 @@ class ManagerStatistics(ManagerLayout):
                 self._ledger.clear_dirty(number)
 
     def clear_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
-        """Include a request in statistics again. None is ignored. `id` is the old name of the parameter."""
+        """Include a request in statistics again, with the counts that it has. None is ignored. `id`: the parameter's old name."""
         number = _id(kv_cache_id, id)
         if number is not None:
-            self._ledger.excluded.discard(number)
+            with self._shared.lock:
+                self._ledger.excluded.discard(number)
+                for request in self._shared.open.values():
+                    if request.request_id == number:
+                        request.mark_dirty()  # its counts can be committed again
 
     def is_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> bool:
         """Whether a request is excluded from statistics. `id` is the old name of the parameter."""

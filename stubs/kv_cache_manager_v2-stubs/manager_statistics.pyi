@@ -92,7 +92,7 @@ class ManagerStatistics(ManagerLayout):
         """
 
     def clear_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> None:
-        """Include a request in statistics again. None is ignored. `id` is the old name of the parameter."""
+        """Include a request in statistics again, with the counts that it has. None is ignored. `id`: the parameter's old name."""
 
     def is_stats_excluded(self, kv_cache_id: Hashable = None, id: Hashable = None) -> bool:
         """Whether a request is excluded from statistics. `id` is the old name of the parameter."""

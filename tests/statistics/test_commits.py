@@ -122,3 +122,21 @@ def test_a_mark_by_hand_does_not_outlive_an_exclusion() -> None:
         rig.manager.mark_stats_excluded(3)
         rig.manager.mark_stats_dirty(3)
         assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
+
+
+def test_the_end_of_an_exclusion_marks_counts_that_can_be_committed_again() -> None:
+    """The id is dirty once more, for each of its requests that has counts, and for no other id."""
+    with rig_of(blocks(8)) as rig:
+        one, other, empty = open_cache(rig, id=9), open_cache(rig, id=9), open_cache(rig, id=8)
+        assert one.resize(8)
+        rig.manager.mark_stats_excluded(9)
+        rig.manager.mark_stats_excluded(8)
+        assert other.resize(8)
+        rig.manager.clear_stats_excluded(9)
+        rig.manager.clear_stats_excluded(8)
+        assert rig.manager.get_dirty_stats_kv_cache_ids() == {9}
+        assert not one.commit_pending_stats().empty
+        assert rig.manager.get_dirty_stats_kv_cache_ids() == {9}
+        assert not other.commit_pending_stats().empty
+        assert empty.commit_pending_stats().empty
+        assert rig.manager.get_dirty_stats_kv_cache_ids() == set()
