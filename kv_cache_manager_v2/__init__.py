@@ -104,7 +104,9 @@ from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, TokenIdExt, Tokens, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.reuse_match import ReuseMatch
 from kv_cache_manager_v2.statistics import (
     ITERATION_FIELDS,
     KVCacheIterationStatsDelta,
@@ -134,6 +136,7 @@ __all__ = [
     "_KVCache",
     "CacheStatus",
     "KvCacheStatus",
+    "ReuseMatch",
     "ReuseScope",
     "Shortage",
     "ResizeResult",
@@ -214,6 +217,7 @@ __all__ = [
     "StorageStatistics",
     # why a prompt was not reused further
     "MissCause",
+    "MatchLimits",
     "MissReport",
     # events
     "CacheListener",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Final, SupportsIndex, cast
 
@@ -21,9 +21,6 @@ from kv_cache_manager_v2.arguments import (
     function,
     instance,
     instance_or_none,
-    items_of,
-    octets,
-    renamed,
     request_id,
     unsigned,
 )
@@ -42,6 +39,7 @@ from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
 from kv_cache_manager_v2.layout.tuning import Tuner
 from kv_cache_manager_v2.listener import CacheListener
+from kv_cache_manager_v2.manager_reuse import ManagerReuse
 from kv_cache_manager_v2.request import creation
 from kv_cache_manager_v2.request.audit import check_everything
 from kv_cache_manager_v2.request.call import Call, audit_cut_call, clear_poisoned, look, poison_of, take_poison_of
@@ -50,15 +48,16 @@ from kv_cache_manager_v2.request.lock import held_twice
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import ACTIVE, PriorityCallback, Request
 from kv_cache_manager_v2.request.statistics_ledger import PendingStats, StatisticsLedger
-from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
-from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, make_block_keys, scope_of
-from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
-from kv_cache_manager_v2.reuse.tokens import Tokens, TokenSequence, pack_unchecked
+from kv_cache_manager_v2.reuse.explain import MissHistory
+from kv_cache_manager_v2.reuse.keys import ScopeLike, make_block_keys, scope_of
+from kv_cache_manager_v2.reuse.limits import MatchLimits
+from kv_cache_manager_v2.reuse.search import Search
+from kv_cache_manager_v2.reuse.tokens import Tokens, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
+from kv_cache_manager_v2.reuse_match import ReuseMatch
 from kv_cache_manager_v2.statistics import (
     MovementCounters,
 )
-from kv_cache_manager_v2.step import ManagerSteps
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
@@ -66,7 +65,7 @@ from kv_cache_manager_v2.storage.resizing import LevelsResize, QuotaResize
 _log: Final = logging.getLogger(__name__)
 
 
-class KVCacheManager(ManagerSteps):
+class KVCacheManager(ManagerReuse):
     """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
     `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call
@@ -114,12 +113,10 @@ class KVCacheManager(ManagerSteps):
             raise
         shared.guard = guard
         self._event_manager = listener
-        self._history = history
         self._last_resize: ResizeResult | None = None
         self._last_adjustment: AdjustResult | None = None
-        self._tree = tree
         self._tuner = tuner
-        super().__init__(config, device, hierarchy, shared)
+        super().__init__(config, device, hierarchy, shared, history)
         end_construction(shared)
 
     def __enter__(self) -> KVCacheManager:
@@ -160,6 +157,8 @@ class KVCacheManager(ManagerSteps):
         expected_prompt_length: SupportsIndex | None = None,
         text_only: bool | None = None,
         enable_request_stats: bool = False,
+        limits: MatchLimits | None = None,
+        reuse_match: ReuseMatch | None = None,
     ) -> KVCache:
         """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
@@ -167,6 +166,8 @@ class KVCacheManager(ManagerSteps):
         output has to be computed. `id` is the engine's own: any object that has a hash. The callback returns the priority (0..100,
         lower is evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, an id without a
         hash, and a scope out of range.
+
+        `limits` bounds the match. `reuse_match`, from `find_reuse`, stands for scope, tokens and limits, which are omitted then.
         """
         number = request_id(id)
         expected = at_least_or_none(expected_prompt_length, "expected_prompt_length", 0)
@@ -175,72 +176,27 @@ class KVCacheManager(ManagerSteps):
             callback = cast("PriorityCallback", function(custom_priority_callback, "custom_priority_callback"))
         counted = flag(enable_request_stats, "enable_request_stats") or self._config.enable_stats
         plain = self._text_only(text_only)
-        scope = scope_of(reuse_scope)
-        tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks unmatched tokens
         shared = self._shared
+        search = self._search_of(reuse_match, reuse_scope is None and input_tokens is None and limits is None)
+        scope = scope_of(reuse_scope) if search is None else search.scope
+        tokens = pack_unchecked(input_tokens, plain) if input_tokens is not None else None  # the match checks unmatched tokens
+        bounds = instance_or_none(limits, MatchLimits, "limits")
         layout = shared.layout
         with shared.lock, Call(shared, "create_kv_cache()"):
             state = Request(shared, scope, number, callback)
             state.text_only = plain
             if counted:
-                if expected is None and tokens is not None:
-                    expected = tokens.num_tokens
+                prompt = tokens if search is None else search.tokens
+                if expected is None and prompt is not None:
+                    expected = prompt.num_tokens
                 state.pending = PendingStats(len(layout.life_cycles), self._hierarchy.num_levels, expected)
-            if tokens is not None:
-                creation.start(state, self._match(scope, tokens), tokens)
+            if search is not None:
+                creation.start(state, search.result(), search.tokens)
+            elif tokens is not None:
+                creation.start(state, self._match(scope, tokens, bounds), tokens)
             handle = KVCache(self, state)  # made first, so that its finaliser closes the request if a later line raises
             shared.enter(state)
         return handle
-
-    def probe_reuse(
-        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
-    ) -> int:
-        """How many of the first tokens a cache created now would reuse. Changes nothing.
-
-        It is only an estimate for a cache created later, since pages may be evicted meanwhile.
-        """
-        scope = scope_of(reuse_scope)
-        packed = self._prompt(input_tokens, tokens)
-        with self._shared.lock:
-            look(self._shared, "probe_reuse()")
-            return self._match(scope, packed).num_tokens
-
-    def probe_first_new_block_key(
-        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
-    ) -> bytes | None:
-        """The key of the first full block of this prompt that cannot be reused: a request created now would compute it first.
-
-        None if the rest of the prompt fills no block. Two prompts with the same key would compute the same block.
-        """
-        scope = scope_of(reuse_scope)
-        packed = self._prompt(input_tokens, tokens)
-        with self._shared.lock:
-            look(self._shared, "probe_first_new_block_key()")
-            return first_new_block_key(self._tree, scope, packed, self._match(scope, packed))
-
-    def probe_reuse_by_keys(self, reuse_scope: ScopeLike | None, block_keys: Sequence[bytes]) -> int:
-        """As `probe_reuse`, given the chained keys of the prompt's blocks, without the root key. Only whole blocks match.
-
-        The first call computes the keys of all cached blocks, which are then kept.
-        """
-        scope = scope_of(reuse_scope)
-        keys = [octets(key, f"block_keys[{i}]") for i, key in enumerate(items_of(block_keys, "block_keys", "keys of 32 bytes"))]
-        with self._shared.lock:
-            look(self._shared, "probe_reuse_by_keys()")
-            return match_keys(self._tree, scope, keys, self._config.reuse_match_backoff).num_tokens
-
-    def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
-        """Explain why `probe_reuse` finds no more: print the result. Changes nothing.
-
-        Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
-        """
-        scope = scope_of(reuse_scope)
-        packed = pack_unchecked(tokens, self._config.text_only)
-        config = self._config
-        tiers = [tier_config.tier for tier_config in config.cache_tiers]
-        with self._shared.lock:
-            look(self._shared, "explain_miss()")
-            return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
     def clear_reusable_blocks(self) -> None:
         """Drop every cached block. O(blocks). Raises LogicError, with nothing changed, while a cache is open.
@@ -420,13 +376,16 @@ class KVCacheManager(ManagerSteps):
                 raise CorruptedError(f"check_invariants(): this manager is poisoned: {self._shared.poison}")
             check_everything(self._shared)
 
-    def _match(self, scope: ReuseScope, tokens: TokenSequence) -> Match:
-        return match(self._tree, scope, tokens, self._config.enable_partial_reuse, self._config.reuse_match_backoff)
-
-    def _prompt(self, input_tokens: Tokens | None, tokens: Tokens | None) -> TokenSequence:
-        """Pack the tokens to look up. `tokens` is the old name of the argument."""
-        given = input_tokens if tokens is None else renamed("tokens", "input_tokens", tokens)
-        return pack_unchecked(() if given is None else given, self._config.text_only)
+    def _search_of(self, value: object, alone: bool) -> Search | None:
+        """Check a match from which a cache is created."""
+        found = instance_or_none(value, ReuseMatch, "reuse_match")
+        if found is None:
+            return None
+        if not alone:
+            raise ConfigError("reuse_match stands for reuse_scope, input_tokens and limits; omit them")
+        if found.search.tree is not self._tree:
+            raise ConfigError("reuse_match was found by another manager; find it with this one")
+        return found.search
 
     def _text_only(self, wanted: object) -> bool:
         if wanted is None:

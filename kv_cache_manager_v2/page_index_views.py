@@ -19,6 +19,7 @@ from kv_cache_manager_v2.request import scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.page_index_row import PageIndexRow
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
+from kv_cache_manager_v2.storage.page import gpu_slots
 
 if TYPE_CHECKING:
     pass
@@ -78,6 +79,16 @@ class PageIndexViews:
         if only:
             return iter([value for value in values if value != BAD_PAGE_INDEX])
         return iter(values)
+
+    def get_gpu_page_indices(self, layer_group_id: SupportsIndex, beam_id: SupportsIndex = DEFAULT_BEAM_INDEX) -> list[int]:
+        """The base page index of each block whose page is needed and on the GPU, in any state; BAD_PAGE_INDEX for the others.
+
+        While SUSPENDED, these are the indices that `resume` leaves as they are, unless pages are moved before; only the page of a
+        partly matched last block is copied. O(blocks).
+        """
+        table = self._table(layer_group_id, beam_id)
+        with self._shared.lock:
+            return gpu_slots([page if table.is_live(ordinal) else None for ordinal, page in enumerate(table.pages)])
 
     def get_ssm_block_base_index(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
         """Slot id of the live recurrent state; BAD_PAGE_INDEX unless ACTIVE. Raises ConfigError for an attention layer group."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mypy_extensions import i32, mypyc_attr
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.listener import CachedBlock
@@ -38,6 +38,7 @@ class Block(Leaf):
         self.uncomputed = False  # published ahead: the step that computes it may not be queued yet
         # Eight-byte fields.
         self.tree = tree
+        self.born: i64 = 0  # logical time at which it entered the tree
         self.parent = parent  # None for a root and for a detached block
         self.first: Page | None = None  # first page of the list; the others follow through `Page.next_in_block`
         self.children: Leaf | TrieNode | None = None  # see sibling_trie.py

@@ -21,6 +21,7 @@ from mypy_extensions import i64
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.keys import ReuseScope
+from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.sibling_trie import TrieNode, best_leaf, common_bytes, nearest, usable_run
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, check_range
 from kv_cache_manager_v2.reuse.tree import RadixTree
@@ -39,18 +40,26 @@ class Match:
         self.before_hybrid = before_hybrid  # tokens that would be reusable if no life cycle needed snapshots
 
 
-def match(tree: RadixTree, scope: ReuseScope, tokens: TokenSequence, partial: bool, backoff: int) -> Match:
+def match(
+    tree: RadixTree,
+    scope: ReuseScope,
+    tokens: TokenSequence,
+    partial: bool,
+    backoff: int,
+    limits: MatchLimits | None = None,
+) -> Match:
     """Find the longest reusable prefix of a prompt under a scope. Changes nothing. O(blocks x life cycles).
 
     `partial` allows a match to end inside a block. Raises ConfigError for ids out of range.
     """
+    tree.num_searches += 1
     root = tree.find_root(scope)
     if root is None:
         check_range(tokens, 0)
         return Match([], 0, tokens.num_tokens, 0, 0)
     search = _Search(tree, root, tokens.num_tokens)
     search.follow(tokens, partial)
-    return search.result(backoff)
+    return search.result(backoff) if limits is None else search.limited(backoff, limits)
 
 
 def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], backoff: int) -> Match:
@@ -120,6 +129,8 @@ class _Search:
         self.tokens: TokenSequence | None = None  # with partial matching, the prompt: any sibling may be the last block
         self.partial_end: Block | None = None  # without it, a partial block after the path that the prompt ends with
         self.good_from: list[int] = []  # by windowed life cycle: blocks from here to the candidate's end have their page
+        self.whole_only = False  # whether a match may end at the ends of blocks only
+        self.before = -1  # a match may not end inside a block that is born at this time or later; -1: any
         self.found: Block | None = None  # last block of the accepted candidate, if the candidate ends inside it
 
     def follow(self, tokens: TokenSequence, partial: bool) -> None:
@@ -211,8 +222,43 @@ class _Search:
             self.whole += 1
         self.path.append(block)
 
-    def result(self, backoff: int) -> Match:
+    def limited(self, backoff: int, limits: MatchLimits) -> Match:
+        """As `result`, within limits."""
+        size = self.tree.tokens_per_block
+        divergence = self.length
+        self._cut_path(limits)
+        if limits.whole_blocks:
+            self.whole_only = True
         limit = max(0, self.length - backoff)
+        most = limits.max_tokens if limits.exact_tokens is None else limits.exact_tokens
+        if most is not None:
+            limit = min(limit, most)
+        if limits.whole_blocks:
+            limit -= limit % size
+        found = self._up_to(limit)
+        if limits.exact_tokens is not None and found.num_tokens != limits.exact_tokens:
+            return Match([], 0, self.num_lookup, divergence, found.before_hybrid)
+        found.divergence = divergence
+        return found
+
+    def _cut_path(self, limits: MatchLimits) -> None:
+        """End the path before the first block that the limits exclude."""
+        mark = -1 if limits.published_before is None else limits.published_before
+        self.before = mark
+        for ordinal, block in enumerate(self.path):
+            if (limits.computed_only and block.uncomputed) or (0 <= mark <= block.born):
+                del self.path[ordinal:]
+                self.length = ordinal * self.tree.tokens_per_block
+                self.whole = min(self.whole, ordinal)
+                self.tokens = None
+                self.partial_end = None
+                return
+
+    def result(self, backoff: int) -> Match:
+        return self._up_to(max(0, self.length - backoff))
+
+    def _up_to(self, limit: int) -> Match:
+        """The longest match of at most `limit` tokens."""
         tree = self.tree
         num_tokens = self._longest(limit, tree.snapshot_mask != 0)
         last = self.found
@@ -234,12 +280,18 @@ class _Search:
         ordinal = min((limit - 1) // size, self.whole) if limit > 0 else _NOTHING  # of the candidate's last block
         while ordinal >= 0:
             if ordinal < self.whole and (ordinal + 1) * size <= limit and self._ends_after(ordinal, snapshots):
+                self.found = None
                 return (ordinal + 1) * size
-            run = self._ends_inside(ordinal, min(limit - ordinal * size, size - 1), snapshots)
-            if run > 0:
+            run = 0 if self.whole_only else self._ends_inside(ordinal, min(limit - ordinal * size, size - 1), snapshots)
+            if run > 0 and self._is_old_enough():
                 return ordinal * size + run
             ordinal -= 1
+        self.found = None
         return 0
+
+    def _is_old_enough(self) -> bool:
+        """Whether the block inside which a candidate ends was cached before the time of the limits."""
+        return self.before < 0 or (self.found is not None and self.found.born < self.before)
 
     def _ends_after(self, ordinal: int, snapshots: bool) -> bool:
         """Whether a match may end at the end of this block. The caller has checked the path-ending life cycles."""

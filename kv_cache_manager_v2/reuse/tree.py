@@ -50,6 +50,8 @@ class RadixTree:
         self.keys = keys
         self.num_blocks = 0  # without roots
         self.clock = 0  # logical time: blocks added so far
+        self.version = 0  # changes whenever a match may have another result
+        self.num_searches = 0  # matches searched so far
         self.loss_life_cycle = -1  # for listeners, during a removal: life cycle of the lost page that caused it ...
         self.loss_level = LOSS_NONE  # ... and the cache level of that page
         self.num_superseded = 0  # partial blocks replaced by a longer one so far
@@ -166,10 +168,12 @@ class RadixTree:
 
     def _new_block(self, parent: Block, tokens: bytes, num_tokens: int) -> Block:
         block = Block(self, parent, parent.ordinal + 1, tokens, num_tokens)
+        block.born = self.clock
         if not self.has_attention:
             block.reach = num_tokens  # no attention life cycle, so no token needs a page
         self.num_blocks += 1
         self.clock += 1
+        self.version += 1
         if self._index is not None:
             self._index.add(block)
         return block
@@ -354,6 +358,7 @@ class RadixTree:
 
     def _recount(self, block: Block) -> None:
         """Recompute `covered`, `reach` and `ends`, the summary of the block's pages that a match reads."""
+        self.version += 1
         num_tokens: int = block.num_tokens  # int rather than i32: used as a shift distance below
         covered = 0
         reach = num_tokens
@@ -436,6 +441,7 @@ class RadixTree:
         block.attached = False
         block.parent = None
         self.num_blocks -= 1
+        self.version += 1
         if self.duplicates:
             self.duplicates.pop(block, None)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import i32, mypyc_attr, u8
 
-from kv_cache_manager_v2.ids import NO_SLOT, PageStatus, Point, SlotId
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, NO_SLOT, PageStatus, Point, SlotId
 from kv_cache_manager_v2.listener import CachedBlock
 
 if TYPE_CHECKING:
@@ -101,6 +101,11 @@ class Page:
     def alive(self) -> bool:
         """Whether it has a slot."""
         return self.slot != NO_SLOT
+
+
+def gpu_slots(pages: list[Page | None]) -> list[int]:
+    """The slot of each page that is on the GPU, BAD_PAGE_INDEX for every other one."""
+    return [BAD_PAGE_INDEX if page is None or page.cell.level != GPU_LEVEL else page.slot for page in pages]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -98,7 +98,9 @@ from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
+from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, TokenIdExt, Tokens, gen_multimodal_cache_key_tokens
+from kv_cache_manager_v2.reuse_match import ReuseMatch
 from kv_cache_manager_v2.statistics import (
     ITERATION_FIELDS,
     KVCacheIterationStatsDelta,
@@ -124,6 +126,7 @@ __all__ = [
     "_KVCache",
     "CacheStatus",
     "KvCacheStatus",
+    "ReuseMatch",
     "ReuseScope",
     "Shortage",
     "ResizeResult",
@@ -197,6 +200,7 @@ __all__ = [
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
     "MissCause",
+    "MatchLimits",
     "MissReport",
     "CacheListener",
     "EventMirror",

@@ -5,7 +5,7 @@ the state of requests. Every call that changes more than a request's own state f
 settles file transfers that have ended. A question only settles transfers.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -14,14 +14,15 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.listener import CacheListener
+from kv_cache_manager_v2.manager_reuse import ManagerReuse
 from kv_cache_manager_v2.request.request import PriorityCallback
-from kv_cache_manager_v2.reuse.explain import MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
+from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.tokens import Tokens
-from kv_cache_manager_v2.step import ManagerSteps
+from kv_cache_manager_v2.reuse_match import ReuseMatch
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
 
-class KVCacheManager(ManagerSteps):
+class KVCacheManager(ManagerReuse):
     """The KV cache of one engine: pages on the GPU, in host memory and on disk, shared by requests with the same prefix.
 
     `driver` is the device: by default CUDA, or the emulated device if KVCM_DEVICE=emulated. Close every cache, then call
@@ -52,6 +53,8 @@ class KVCacheManager(ManagerSteps):
         expected_prompt_length: SupportsIndex | None = None,
         text_only: bool | None = None,
         enable_request_stats: bool = False,
+        limits: MatchLimits | None = None,
+        reuse_match: ReuseMatch | None = None,
     ) -> KVCache:
         """Make a SUSPENDED cache for a new request. It holds the longest reusable prefix of `input_tokens`.
 
@@ -59,34 +62,8 @@ class KVCacheManager(ManagerSteps):
         output has to be computed. `id` is the engine's own: any object that has a hash. The callback returns the priority (0..100,
         lower is evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, an id without a
         hash, and a scope out of range.
-        """
 
-    def probe_reuse(
-        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
-    ) -> int:
-        """How many of the first tokens a cache created now would reuse. Changes nothing.
-
-        It is only an estimate for a cache created later, since pages may be evicted meanwhile.
-        """
-
-    def probe_first_new_block_key(
-        self, reuse_scope: ScopeLike | None = None, input_tokens: Tokens | None = None, tokens: Tokens | None = None
-    ) -> bytes | None:
-        """The key of the first full block of this prompt that cannot be reused: a request created now would compute it first.
-
-        None if the rest of the prompt fills no block. Two prompts with the same key would compute the same block.
-        """
-
-    def probe_reuse_by_keys(self, reuse_scope: ScopeLike | None, block_keys: Sequence[bytes]) -> int:
-        """As `probe_reuse`, given the chained keys of the prompt's blocks, without the root key. Only whole blocks match.
-
-        The first call computes the keys of all cached blocks, which are then kept.
-        """
-
-    def explain_miss(self, reuse_scope: ScopeLike | None, tokens: Tokens) -> MissReport:
-        """Explain why `probe_reuse` finds no more: print the result. Changes nothing.
-
-        Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
+        `limits` bounds the match. `reuse_match`, from `find_reuse`, stands for scope, tokens and limits, which are omitted then.
         """
 
     def clear_reusable_blocks(self) -> None:

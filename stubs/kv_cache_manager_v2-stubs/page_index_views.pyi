@@ -45,6 +45,13 @@ class PageIndexViews:
         Absent pages are BAD_PAGE_INDEX, or omitted with `valid_only`. `beam_idx` is the old name of `beam_id`.
         """
 
+    def get_gpu_page_indices(self, layer_group_id: SupportsIndex, beam_id: SupportsIndex = DEFAULT_BEAM_INDEX) -> list[int]:
+        """The base page index of each block whose page is needed and on the GPU, in any state; BAD_PAGE_INDEX for the others.
+
+        While SUSPENDED, these are the indices that `resume` leaves as they are, unless pages are moved before; only the page of a
+        partly matched last block is copied. O(blocks).
+        """
+
     def get_ssm_block_base_index(self, layer_group_id: SupportsIndex, beam_idx: SupportsIndex = DEFAULT_BEAM_INDEX) -> int:
         """Slot id of the live recurrent state; BAD_PAGE_INDEX unless ACTIVE. Raises ConfigError for an attention layer group."""
 

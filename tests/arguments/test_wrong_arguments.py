@@ -42,11 +42,21 @@ ASKED_BY_THE_PACKAGE: Final = frozenset({"first_read", "next_stale_change", "scr
 
 # Only the package makes these.
 MADE_BY_US: Final = frozenset(
-    {"KVCache", "PageIndexConverter", "SizingTable", "MovementCounters", "LifeCycle", "TransferPlan", "PlannedDropHandle", "Step"}
+    {
+        "KVCache",
+        "PageIndexConverter",
+        "SizingTable",
+        "MovementCounters",
+        "LifeCycle",
+        "TransferPlan",
+        "PlannedDropHandle",
+        "ReuseMatch",
+        "Step",
+    }
 )
 
 # Records that users hand in; all others are handed out, and are what we put into them.
-HANDED_IN: Final = frozenset({"MmItemContext", "LayerInfo"})
+HANDED_IN: Final = frozenset({"MatchLimits", "MmItemContext", "LayerInfo"})
 
 
 def asked(operation: Operation) -> bool:
@@ -95,6 +105,7 @@ RECEIVERS: Final[dict[str, Callable[[Scene], object]]] = {
     "TransferPlan": lambda scene: scene.plan,
     "HalfOpenRange": lambda scene: scene.range,
     "PageIndexConverter": lambda scene: scene.manager.get_page_index_converter(0, "key"),
+    "ReuseMatch": lambda scene: scene.manager.find_reuse(None, [0, 1, 2]),
     "MovementCounters": lambda scene: scene.manager.movement,
     "LifeCycle": lambda scene: scene.manager.shared.life_cycles[0],
     "KVCacheStatsDelta": lambda scene: scene.stats,

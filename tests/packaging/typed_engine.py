@@ -63,6 +63,9 @@ def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> 
     """One request, and what is asked about it."""
     scope = kvcm.ReuseScope(7, salt=11)
     assert manager.probe_reuse((7, 11), prompt) == manager.probe_reuse(reuse_scope=scope, input_tokens=prompt) == 0
+    found: kvcm.ReuseMatch = manager.find_reuse(scope, prompt, kvcm.MatchLimits(max_tokens=5, whole_blocks=True))
+    assert found.get_gpu_page_indices(manager.get_layer_group_id(0)) == []
+    manager.create_kv_cache(id=2, reuse_match=found).close()
     with manager.create_kv_cache(scope, prompt, id=1) as cache:
         request: kvcm._KVCache = cache
         status: kvcm.KvCacheStatus = request.status

@@ -40,7 +40,12 @@ class World(Scene):
         tokens: Tokens = list(prompt)
         if self.created % 3 == 1 and all(isinstance(token, int) for token in prompt):
             tokens = array("q", [token for token in prompt if isinstance(token, int)])
-        cache = self.manager.create_kv_cache(self.scopes[scope], tokens, self.created, callback)
+        if self.created % 4 == 3:
+            match = self.manager.find_reuse(self.scopes[scope], tokens)
+            cache = self.manager.create_kv_cache(None, None, self.created, callback, reuse_match=match)
+            assert match.num_tokens == cache.num_committed_tokens
+        else:
+            cache = self.manager.create_kv_cache(self.scopes[scope], tokens, self.created, callback)
         found = cache.num_committed_tokens
         assert found <= limit, f"{found} tokens reused, {limit} can be"
         assert (cache.history_length, cache.capacity, cache.status) == (found, found, KVCache.Status.SUSPENDED)
