@@ -81,8 +81,7 @@ class Handovers:
                 mover.drop_handed_over(page)
             cell.enter(handover.successor)
         self.begun = []
-        mover.notify_gone()
-        mover.notify_moved()
+        mover.notify()
 
 
 def _split(plan: GroupPlan, dropped: list[Page], moved: list[tuple[int, Page]]) -> None:

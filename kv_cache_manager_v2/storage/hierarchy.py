@@ -120,8 +120,8 @@ class Hierarchy(PageKeeper):
 
     @property
     def transfers_in_flight(self) -> int:
-        """The amount of work for `settle`: file transfers, canceled batches, lost pages and pages in swap slots."""
-        return self.in_flight.in_flight + len(self.in_flight.lost) + self.mover.swapped
+        """The work for `settle`: file transfers, canceled batches, lost pages, notifications, and pages in swap slots."""
+        return self.in_flight.in_flight + len(self.in_flight.lost) + self.mover.unnotified + self.mover.swapped
 
     # --- addresses
 
@@ -433,19 +433,17 @@ class Hierarchy(PageKeeper):
 
     def settle(self) -> None:
         """Process ended file transfers: pages are confirmed, or lost, which notifies owners. O(transfers in flight)."""
-        in_flight = self.in_flight
-        in_flight.poll()
-        if in_flight.lost:
-            lost = in_flight.lost
-            in_flight.lost = []
-            for page in lost:
-                if page.slot == NO_SLOT:
-                    continue
+        self.in_flight.poll()
+        lost = self.in_flight.lost
+        while lost:
+            page = lost[0]
+            if page.slot != NO_SLOT:
                 self.counters.lost[page.life_cycle] += 1
                 self.mover.add_gone(page)
                 if page.locks == 0 and page.holds == 0:
                     page.cell.free_page(page)
-            self.mover.notify_gone()
+            del lost[0]  # last: an interrupt leaves it for the next call
+        self.mover.notify()
         if self.mover.swapped > 0:
             self.mover.drain_swaps()
 

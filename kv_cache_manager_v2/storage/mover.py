@@ -69,6 +69,16 @@ class Mover:
         if page.owner is not None:
             self._gone.append(page)
 
+    @property
+    def unnotified(self) -> int:
+        """Pages of which an interrupted call has not notified the owners."""
+        return len(self._gone) + len(self._moved)
+
+    def notify(self) -> None:
+        """Notify the owners of all pages that are gone or have moved."""
+        self.notify_gone()
+        self.notify_moved()
+
     def notify_gone(self) -> None:
         """Notify the owners of dropped and lost pages, in order. An owner may drop further pages."""
         if self._notifying:

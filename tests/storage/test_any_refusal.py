@@ -13,7 +13,7 @@ from kv_cache_manager_v2.errors import CuError
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.page import Page
 from tests.support.drivers import Strange, refusing_device
-from tests.support.storage_rig import StorageRig, resize_level
+from tests.support.storage_rig import FakeBlock, StorageRig, resize_level
 
 ALWAYS = 1 << 30
 IDENTIFYING = partial(refusing_device, identifies=True)
@@ -195,3 +195,23 @@ def test_closing_can_be_tried_again_until_everything_is_free(
         rig.close()
         skip += 1
     assert skip > 5
+
+
+def test_owners_that_an_interrupted_call_has_not_notified_are_notified_by_the_next_one() -> None:
+    """Ctrl-C comes while the owner of the first of two dropped pages is notified."""
+
+    def interrupt(page: Page) -> None:
+        raise KeyboardInterrupt
+
+    rig = StorageRig([[2]], "g")
+    owners = [FakeBlock("first"), FakeBlock("second")]
+    pages = [rig.cached(number, owner=owner) for number, owner in enumerate(owners)]
+    owners[0].on_gone = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        rig.hierarchy.acquire([2], [])
+    assert owners[1].gone == []
+    assert rig.hierarchy.transfers_in_flight > 0
+    rig.hierarchy.settle()
+    assert [owner.gone for owner in owners] == [[page] for page in pages]
+    assert rig.hierarchy.transfers_in_flight == 0
+    rig.close()
