@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena
 from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from tests.device.test_arenas import check_stamps, stamp
 from tests.support.drivers import refusing_device
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 
 DEVICE = ("device/arenas.py", "device/host_arena.py", "device/freeing.py", "device/os_memory.py", "emulated/")
 
@@ -94,7 +93,7 @@ def test_an_interrupt_of_any_driver_call(kind: str, name: str, after: bool, erro
     assert skip > 1
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 @every_kind
 @every_call
 def test_an_interrupt_at_any_place(kind: str, name: str) -> None:

@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver
-from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import Stream
 from tests.support.drivers import refusing_device
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 
 FILES = ("device/timeline.py", "device/line.py")
 
@@ -26,7 +25,7 @@ def _work(timeline: Timeline, streams: list[Stream]) -> None:
     timeline.create_stream()
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 def test_an_interrupted_timeline_goes_on() -> None:
     nth = 0
     reached = True

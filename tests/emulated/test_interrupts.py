@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-import pytest
-
 from kv_cache_manager_v2 import EmulatedDriver, LogicError
-from kv_cache_manager_v2.build import COMPILED
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 def test_an_interrupted_unmap_leaves_no_memory_that_crashes() -> None:
     nth = 0
     reached = True

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kv_cache_manager_v2 import CuError, EmulatedDriver, KVCacheManager, KVCacheManagerConfig, LogicError
-from kv_cache_manager_v2.build import COMPILED
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 from tests.support.models import hybrid
 
 
@@ -95,7 +94,7 @@ def construct(config: KVCacheManagerConfig, driver: EmulatedDriver, made: list[K
     made.append(KVCacheManager(config, driver=driver))
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a manager that is complete when the interrupt comes is dropped
 def test_an_interrupted_construction_leaves_nothing_that_the_next_one_does_not_free() -> None:
     """A sample of the places. Only a chunk that was made and not returned to the manager is out of reach."""

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache_manager_v2.build import COMPILED
 from tests.manager.test_any_exception import CALLS, free_lock, poisoned, scene_of
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 
 POINTS = 12  # of a call, evenly spread
 DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py", "device/waiters.py")  # have tests of their own
@@ -32,7 +31,7 @@ def interrupted(name: str, folder: Path, nth: int) -> int:
     return nth
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 @pytest.mark.parametrize("name", list(CALLS))
 def test_an_interrupt_leaves_a_whole_manager_or_says_so(name: str, tmp_path: Path) -> None:
     """A sample of the places of each public call."""

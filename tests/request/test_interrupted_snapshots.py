@@ -7,14 +7,13 @@ from functools import partial
 import pytest
 
 from kv_cache_manager_v2 import KVCache
-from kv_cache_manager_v2.build import COMPILED
 from tests.manager.test_interrupts import DEVICE
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, interpreted
 from tests.support.models import hybrid
 from tests.support.rig import GPU, Rig, toks
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_interrupted_commit_leaves_no_snapshot_of_another_length(count: int) -> None:
     nth = 0
@@ -45,7 +44,7 @@ def _copy(rig: Rig, cache: KVCache, call: str) -> None:
         cache.commit(toks(0, 3))
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
+@interpreted
 @pytest.mark.parametrize("call", ["fork", "commit"])
 def test_an_interrupted_copy_of_a_state_keeps_no_slot(call: str) -> None:
     nth = 0

@@ -47,14 +47,20 @@ def test_the_tail_of_a_path_is_evicted_before_its_head(end: str, host_slots: int
         assert found == [min(40, 4 * (16 + host_slots - blocks)) for blocks in range(6, 16)]
 
 
+def resumed_on_a_refused_load(rig: Rig) -> KVCache:
+    """A request whose pages are read from the disk, which refuses to."""
+    for beg in (0, 100):
+        rig.seed(toks(beg, beg + 16), chunk=4)
+    rig.driver.fail("read_file", times=None)
+    cache = rig.open(toks(0, 16))
+    rig.driver.synchronize()
+    return cache
+
+
 def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
     """A request that resumed on bytes that never came: close() closes, then raises; one line names the request."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
-        rig.seed(toks(0, 16), chunk=4)
-        rig.seed(toks(100, 116), chunk=4)
-        rig.driver.fail("read_file", times=None)
-        cache = rig.open(toks(0, 16))
-        rig.driver.synchronize()
+        cache = resumed_on_a_refused_load(rig)
         with caplog.at_level(logging.ERROR), pytest.raises(PageDataLostError):
             cache.close()
         assert cache.status == KVCache.Status.CLOSED
@@ -67,11 +73,7 @@ def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, ca
 def test_a_loss_is_told_once(told: str, tmp_path: object) -> None:
     """close() raises nothing after another call has told of the loss, or while an exception leaves a `with` block."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
-        rig.seed(toks(0, 16), chunk=4)
-        rig.seed(toks(100, 116), chunk=4)
-        rig.driver.fail("read_file", times=None)
-        cache = rig.open(toks(0, 16))
-        rig.driver.synchronize()
+        cache = resumed_on_a_refused_load(rig)
         if told == "call":
             with pytest.raises(PageDataLostError):
                 cache.resize(20)
