@@ -175,7 +175,7 @@ def test_the_fallback_without_a_host_tier() -> None:
 def test_a_quota_that_changes_is_true() -> None:
     """Engines test `is True`; `adjust` gives None."""
     with Scene() as scene:
-        scene.active.suspend()
+        scene.suspend_all()
         assert scene.manager.resize(1, scene.manager.get_quota(1)) is True
         assert scene.manager.resize(1, 1) is False
         adjusted: Callable[[], object] = scene.manager.adjust
