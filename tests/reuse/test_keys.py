@@ -258,7 +258,7 @@ def test_a_digest_that_failed_leaves_nothing_for_the_next_one(name: str) -> None
     expected = make_block_keys(name).digest(b"tokens")
     keys.digest(b"others")
     wrong: Any = 3
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ConfigError)):  # compiled code refuses the argument itself
         keys.digest(wrong)
     assert keys.digest(b"tokens") == expected == keys.digest(b"tokens")
 
