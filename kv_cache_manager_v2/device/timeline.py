@@ -27,7 +27,7 @@ SEQUENCE_BITS: Final = 40  # a million records a second last 12 days on one line
 _SEQUENCE_MASK: Final = (1 << SEQUENCE_BITS) - 1  # ... and point values stay below 2**62, mypyc's unboxed ints
 _INDEX_LIMIT: Final = 1 << 22
 
-_POLL_FROM: Final = 16  # outstanding events of a line from which a record also polls the oldest
+_POLL_FROM: Final = 32  # outstanding events of a line from which a record also polls them, with log2 of that many queries
 MOST_OUTSTANDING: Final = 1 << 16  # bound on events of a line, on lines and on joins: beyond it the host waits for the oldest
 _KEEP_LINES: Final = 256  # lines in use before complete ones are searched for reuse
 _LOOK_AT: Final = 2  # lines examined for reuse each time another line is needed
