@@ -327,19 +327,21 @@ class Watched(Scripted):
 
 
 def test_threads_that_hang_together_are_all_replaced() -> None:
-    """Three threads hang. The watchman, kept at the first gate, finds the two others late in one look; he is kept at the next gate
-    until three new threads carry out what waited, side by side."""
+    """Three threads hang. The watchdog, kept at the first gate, finds the two others late. It is kept at the last
+    gate until three new threads carry out what waited, side by side."""
     pool = TransferPool(threads=3, timeout_s=0.01)
     block, meeting = threading.Event(), threading.Event()
     waiting = [Scripted([], f"waiting {i}", meeting) for i in range(3)]
     started: list[bool] = []
 
     def let_time_pass() -> None:
+        for transfer in hung:
+            assert transfer.started.wait(30)
         while time.monotonic() <= max(transfer.deadline_s for transfer in hung):
             meeting.wait(0.001)
 
     def see_all_start() -> None:
-        if not started:
+        if not started and all(transfer.state == GATE_TIMED_OUT for transfer in hung):  # else another look comes
             started.extend([transfer.started.wait(5) for transfer in waiting])
 
     hung = [Watched(block, let_time_pass), Watched(block, see_all_start), Watched(block, see_all_start)]
