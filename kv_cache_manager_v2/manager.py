@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Final, SupportsIndex, cast
 
 from kv_cache_manager_v2.arguments import (
+    Integers,
     at_least,
     at_least_or_none,
     flag,
@@ -23,6 +24,8 @@ from kv_cache_manager_v2.arguments import (
     instance_or_none,
     request_id,
     unsigned,
+    whole,
+    wholes,
 )
 from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, require_plain_pages
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -213,6 +216,29 @@ class KVCacheManager(ManagerReuse):
             with Call(shared, "clear_reusable_blocks()"):
                 self._require_none_open("clear_reusable_blocks()")
                 self._tree.clear()
+
+    def drop_cached_pages(self, layer_group_id: SupportsIndex, page_indices: Integers) -> int:
+        """Drop the cached pages with these base page indices, as after a load of the engine's that failed. Returns their number.
+
+        The blocks that cannot match without them leave the tree, with all that follows them. A page that a cache uses stays with
+        it. An index without a cached page of the layer group is passed over. O(pages of the pool group on the GPU). Raises
+        ConfigError, with nothing changed, for an index out of range.
+        """
+        shared = self._shared
+        group = whole(layer_group_id, "layer_group_id")
+        if not 0 <= group < len(shared.life_cycles):
+            raise ConfigError(f"layer group {group} is out of range: this manager has {len(shared.life_cycles)}")
+        slots = wholes(page_indices, "page_indices", 0)
+        with shared.lock, Call(shared, "drop_cached_pages()"):
+            cell = self._hierarchy.gpu[shared.pool_group_of[group]]
+            for slot in slots:
+                if slot >= cell.total:
+                    raise ConfigError(f"page_indices has {slot}; layer group {group} has page indices below {cell.total}")
+            wanted = set(slots)
+            pages = [page for page in cell.pages() if page.slot in wanted and page.life_cycle == group and page.owner is not None]
+            for page in pages:
+                self._tree.drop_page(page)
+        return len(pages)
 
     def poison_reason(self) -> str | None:
         """Why this manager is poisoned; None if it is not.

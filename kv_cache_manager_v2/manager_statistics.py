@@ -10,9 +10,11 @@ from kv_cache_manager_v2.arguments import (
     deprecated,
     renamed,
     request_id,
+    whole,
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
     LifeCycleId,
@@ -106,6 +108,19 @@ class ManagerStatistics(ManagerLayout):
         """Count a resume that the engine made without `KVCache.resume`."""
         with self._shared.lock:
             self._ledger.resumed += 1 if self._ledger.enabled else 0
+
+    def free_and_evictable(self, pool_group_id: SupportsIndex = 0, cache_level: SupportsIndex = GPU_LEVEL) -> tuple[int, int]:
+        """Slots of a pool group on a level that are free, and those whose pages can be offloaded or dropped. O(1).
+
+        Raises ConfigError for a pool group or a level that does not exist.
+        """
+        group = whole(pool_group_id, "pool_group_id")
+        number = self._level(cache_level)
+        count = self._layout.num_pool_groups
+        if not 0 <= group < count:
+            raise ConfigError(f"pool group {group} is out of range: this manager has {count}")
+        with self._shared.lock:
+            return self._hierarchy.free(number, group), self._hierarchy.evictable(number, group)
 
     def get_storage_statistics(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None

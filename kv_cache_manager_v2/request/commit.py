@@ -33,10 +33,10 @@ def check_commit(request: Request, count: int) -> None:
         raise ConfigError(
             f"committing {count} tokens after {request.committed} exceeds the capacity {request.capacity}; resize first"
         )
-    if request.shared.commit_min_snapshot and request.history not in (request.committed, after):
+    if request.shared.commit_min_snapshot and request.history > after:
         raise LogicError(
-            f"with commit_min_snapshot the history must be {request.committed} or {after} when {count} tokens are committed; "
-            f"it is {request.history}. A snapshot is valid at one length only; set history_length first"
+            f"with commit_min_snapshot the history must not exceed {after} when {count} tokens are committed; it is "
+            f"{request.history}. A snapshot is valid at one length only; commit up to the history"
         )
 
 

@@ -24,16 +24,27 @@ from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, Tokens, TokenSequence, has_digest, pack, unpack
 
 KEY_BYTES: Final = 32
+FIELD_BYTES: Final = 8
 _LORA_BIT: Final = 1
 _SALT_BIT: Final = 2
 
 
-class ReuseScope:
-    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0."""
+def scope_number(value: object, name: str) -> int | None:
+    """The number of a LoRA id or a salt. That of a string is the first 8 bytes of its UTF-8's SHA-256, little-endian."""
+    if isinstance(value, str):
+        return int.from_bytes(sha256(value.encode("utf-8", "surrogatepass")).digest()[:FIELD_BYTES], "little")
+    return unsigned_or_none(value, name)
 
-    def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None:
-        self.lora_id: Final[int | None] = unsigned_or_none(lora_id, "lora_id")
-        self.salt: Final[int | None] = unsigned_or_none(salt, "salt")
+
+class ReuseScope:
+    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0.
+
+    Each is an unsigned 64-bit integer, or a string, of which the first 8 bytes of the SHA-256 (little-endian) are the integer.
+    """
+
+    def __init__(self, lora_id: SupportsIndex | str | None = None, salt: SupportsIndex | str | None = None) -> None:
+        self.lora_id: Final[int | None] = scope_number(lora_id, "lora_id")
+        self.salt: Final[int | None] = scope_number(salt, "salt")
         mask = (0 if lora_id is None else _LORA_BIT) | (0 if salt is None else _SALT_BIT)
         self.data: Final[bytes] = bytes([mask]) + _field(self.lora_id) + _field(self.salt)  # the scope bytes
 
@@ -51,7 +62,7 @@ class ReuseScope:
             raise IndexError(f"a scope has two fields, not one at {number}")
         return fields[0] if number in (0, -2) else fields[1]
 
-    def _replace(self, **fields: SupportsIndex | None) -> ReuseScope:
+    def _replace(self, **fields: SupportsIndex | str | None) -> ReuseScope:
         """A copy with some fields changed. Raises ConfigError for an unknown field."""
         unknown = sorted(fields.keys() - {"lora_id", "salt"})
         if unknown:
@@ -77,7 +88,7 @@ class ReuseScope:
         return ReuseScope, (self.lora_id, self.salt)
 
 
-ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]  # a scope, or (lora_id, salt)
+ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | str | None, SupportsIndex | str | None]  # a scope, or (lora_id, salt)
 
 
 def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:

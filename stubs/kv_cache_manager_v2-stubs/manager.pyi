@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import SupportsIndex
 
+from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
@@ -70,6 +71,14 @@ class KVCacheManager(ManagerReuse):
         """Drop every cached block. O(blocks). Raises LogicError, with nothing changed, while a cache is open.
 
         A poisoned manager is audited afterwards. If it is still inconsistent, CorruptedError is raised; else call `take_poison()`.
+        """
+
+    def drop_cached_pages(self, layer_group_id: SupportsIndex, page_indices: Integers) -> int:
+        """Drop the cached pages with these base page indices, as after a load of the engine's that failed. Returns their number.
+
+        The blocks that cannot match without them leave the tree, with all that follows them. A page that a cache uses stays with
+        it. An index without a cached page of the layer group is passed over. O(pages of the pool group on the GPU). Raises
+        ConfigError, with nothing changed, for an index out of range.
         """
 
     def poison_reason(self) -> str | None:

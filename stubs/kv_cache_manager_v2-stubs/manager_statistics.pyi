@@ -66,6 +66,12 @@ class ManagerStatistics(ManagerLayout):
     def record_request_resumed(self) -> None:
         """Count a resume that the engine made without `KVCache.resume`."""
 
+    def free_and_evictable(self, pool_group_id: SupportsIndex = 0, cache_level: SupportsIndex = GPU_LEVEL) -> tuple[int, int]:
+        """Slots of a pool group on a level that are free, and those whose pages can be offloaded or dropped. O(1).
+
+        Raises ConfigError for a pool group or a level that does not exist.
+        """
+
     def get_storage_statistics(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
     ) -> list[StorageStatistics]:

@@ -57,6 +57,8 @@ VALID: Final[Mapping[str, Maker]] = {
     "input_tokens": always([1, 2, 3]),
     "tokens": always([1, 2, 3]),
     "accepted_input_tokens": always([100]),
+    "page_indices": always([0, 1]),
+    "pool_group_id": always(0),
     "KVCache.commit_ahead.input_tokens": always([]),  # the scene has recurrent layers, whose snapshots need computed tokens
     "kv_cache_id": always(5),
     "target": always(1),

@@ -183,3 +183,30 @@ def test_a_hit_runs_where_one_state_is_all_there_is() -> None:
         again = rig.start(toks(0, 11))
         assert len(again.tokens) == 11
         again.check()
+
+
+@pytest.mark.parametrize("history", [0, 3, 6, 8])
+def test_a_commit_advances_a_history_that_is_behind_it(history: int) -> None:
+    """With snapshots as without: no call of its own is needed before the commit, wherever the history is up to the new length."""
+    with Rig(hybrid(8, 16, kinds=("full", (6, 0)))) as rig:
+        request = rig.start()
+        assert request.cache.resize(history, 0)
+        request.write(toks(0, history))
+        assert request.cache.resize(8, history)
+        request.write(toks(history, 8))
+        request.cache.commit(toks(0, 8))
+        assert request.cache.history_length == 8
+        request.close()
+        reused = rig.start(toks(0, 9))
+        assert len(reused.tokens) == 8
+        reused.check()
+
+
+def test_a_commit_behind_the_history_is_refused() -> None:
+    """The state is that of the history: no snapshot of fewer tokens can be made of it."""
+    with Rig(hybrid(8, 16)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 8), commit=False)
+        with pytest.raises(LogicError, match="must not exceed 4"):
+            request.cache.commit(toks(0, 4))
+        request.cache.commit(toks(0, 8))

@@ -224,7 +224,7 @@ def test_the_whole_unsigned_range_is_a_scope(value: int) -> None:
     assert ReuseScope(salt=np.uint64(value)) == ReuseScope(salt=value)
 
 
-@pytest.mark.parametrize("value", [-1, -(1 << 63), 1 << 64, 1.0, "1", b"1"])
+@pytest.mark.parametrize("value", [-1, -(1 << 63), 1 << 64, 1.0, b"1"])
 def test_no_other_value_is_a_scope(value: Any) -> None:
     """Out of range is refused, not truncated onto another tenant."""
     with pytest.raises(ConfigError, match="salt"):

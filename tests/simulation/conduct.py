@@ -48,11 +48,9 @@ def committable(setup: Setup, model: Request, beam: int, count: int) -> int:
     run = model.clean_run(beam)
     count = min(count, run)
     if setup.config.commit_min_snapshot:
-        if model.history != model.committed:
-            count = model.history - model.committed
-        elif model.recurrent:
-            count = model.computed - model.committed
-        if count > run or (model.recurrent and model.committed + count != model.computed):
+        least = model.computed if model.recurrent else model.history  # a snapshot is valid at one length only
+        count = max(count, least - model.committed)
+        if count > run or count == 0:
             return 0
     return count
 

@@ -17,15 +17,22 @@ from typing import Final, SupportsIndex, TypeAlias
 from kv_cache_manager_v2.reuse.tokens import Tokens
 
 KEY_BYTES: Final = 32
+FIELD_BYTES: Final = 8
+
+def scope_number(value: object, name: str) -> int | None:
+    """The number of a LoRA id or a salt. That of a string is the first 8 bytes of its UTF-8's SHA-256, little-endian."""
 
 class ReuseScope:
-    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0."""
+    """Which requests may share cached blocks: those with equal LoRA id and equal salt. None differs from 0.
+
+    Each is an unsigned 64-bit integer, or a string, of which the first 8 bytes of the SHA-256 (little-endian) are the integer.
+    """
 
     lora_id: Final[int | None]
     salt: Final[int | None]
     data: Final[bytes]
 
-    def __init__(self, lora_id: SupportsIndex | None = None, salt: SupportsIndex | None = None) -> None: ...
+    def __init__(self, lora_id: SupportsIndex | str | None = None, salt: SupportsIndex | str | None = None) -> None: ...
     def __iter__(self) -> Iterator[int | None]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, position: SupportsIndex) -> int | None:
@@ -37,7 +44,7 @@ class ReuseScope:
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[ReuseScope], tuple[int | None, int | None]]: ...
 
-ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | None, SupportsIndex | None]
+ScopeLike: TypeAlias = ReuseScope | tuple[SupportsIndex | str | None, SupportsIndex | str | None]
 
 def scope_of(value: object, name: str = "reuse_scope") -> ReuseScope:
     """Convert an argument to a scope: a ReuseScope, a tuple (lora_id, salt), or None for neither. Raises ConfigError."""
