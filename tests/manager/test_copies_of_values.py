@@ -26,7 +26,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     with Scene() as scene:
-        scene.active.suspend()
+        scene.suspend_all()
         yield scene
 
 
@@ -153,8 +153,8 @@ def test_a_copy_stands_still(way: str) -> None:
     with Scene() as scene:
         movement, mirror = WAYS[way](scene.manager.movement), WAYS[way](scene.mirror)
         before = (seen(movement), sorted(map(str, mirror.blocks)), mirror.next_event_id)
-        scene.suspended.close()
-        scene.active.close()
+        for cache in (scene.suspended, scene.active, scene.stepping):
+            cache.close()
         scene.manager.clear_reusable_blocks()
         scene.events.flush_iteration_events()
         assert scene.mirror.apply(scene.events.get_latest_events(0))

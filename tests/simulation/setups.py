@@ -99,7 +99,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         reuse_match_backoff=random.choice((0, 0, 0, 1, 2, size + 1)),
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
         commit_min_snapshot="ssm" in shape or shape == "min snapshot",
-        allow_seq_rebasing=seed // len(SHAPES) % 3 > 0,
+        allow_seq_rebasing=seed % 4 > 0,
         rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,
         rebalance_target_ratio_update_interval=2,
