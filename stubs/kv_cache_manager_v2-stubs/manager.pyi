@@ -134,7 +134,8 @@ class KVCacheManager(ManagerReuse):
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
         Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
-        do not fit. `last_adjustment` says what was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
+        do not fit. Only a level on which a file transfer hangs may keep its new size, which is logged. `last_adjustment` says what
+        was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
         """
 
     @property

@@ -393,7 +393,8 @@ class World(Scene):
         if not result:
             refused = self.manager.last_adjustment
             assert refused is not None
-            assert sizes == self.inside.sizes(), "an adjustment that was refused left another size"
+            hanging = self.inside.hierarchy.in_flight.in_flight > 0  # then a level may have to keep its new size
+            assert hanging or sizes == self.inside.sizes(), "an adjustment that was refused left another size"
             tried = any(level.ok and level.old_slots != level.new_slots for level in refused.levels)  # and undone: pages had to go
             assert before is None or tried or before == self.fingerprint(None), "an adjustment that was refused changed something"
             return self.count("adjust", "refused")
