@@ -258,9 +258,9 @@ class Recount:
             if page.level != level:
                 self.moved[page.life_cycle][level][page.level] += 1
                 self.moves_seen += 1
-        for page, level, in_use in cached:
+        for page, _level, in_use in cached:
             if not page.alive():  # if it was in use, its block may have been removed first: then it ends and is not dropped
-                (perhaps if in_use else self.dropped)[page.life_cycle][level] += 1
+                (perhaps if in_use else self.dropped)[page.life_cycle][page.level] += 1
                 self.moves_seen += 1
         for of in self.attention:
             self.moved[of][0][0] += self.copies[of]
