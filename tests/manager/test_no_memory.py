@@ -34,7 +34,6 @@ def fails(name: str, folder: Path, number: int) -> bool:
     return error is not None
 
 
-@pytest.mark.skipif(COMPILED, reason="compiled code ends the process if it cannot allocate an int, as mypyc's runtime does")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_failed_allocation_leaves_a_whole_manager_or_says_so(name: str, tmp_path: Path) -> None:
