@@ -6,9 +6,8 @@ import threading
 import time
 from typing import Final
 
+from kv_cache_manager_v2.device.waiters import LONGEST_SLEEP_S, Waiters
 from kv_cache_manager_v2.events.records import KVCacheEvent
-
-_LONGEST_WAIT_S: Final = 3600.0  # a condition variable needs a finite timeout; readers wait again after it
 
 
 class ReadyEvents:
@@ -16,16 +15,17 @@ class ReadyEvents:
 
     def __init__(self) -> None:
         self.num_dropped = 0
-        self._readers: Final = threading.Condition()  # guards the list
+        self._lock: Final = threading.Lock()  # guards the list
+        self._readers: Final = Waiters()
         self._events: list[KVCacheEvent] = []
 
     def publish(self, events: list[KVCacheEvent], capacity: int) -> None:
         """Add events and wake the readers. The oldest events beyond the capacity are dropped."""
-        with self._readers:
+        with self._lock:
             self._events.extend(events)
             self.drop_oldest(self._events, capacity)
             if self._events:
-                self._readers.notify_all()
+                self._readers.wake_all()
 
     def drop_oldest(self, events: list[KVCacheEvent], capacity: int) -> None:
         """Drop the oldest events of a list beyond the capacity, and count them."""
@@ -36,12 +36,13 @@ class ReadyEvents:
 
     def take(self, timeout_s: float) -> list[KVCacheEvent]:
         """Take all events; wait for one if there is none. [] after the timeout without one."""
-        with self._readers:
-            left = timeout_s
-            end = time.monotonic() + left
-            while not self._events and left > 0.0:
-                self._readers.wait(min(left, _LONGEST_WAIT_S))
+        end = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
                 left = end - time.monotonic()
-            events = self._events
-            self._events = []
-            return events
+                if self._events or left <= 0.0:
+                    events = self._events
+                    self._events = []
+                    return events
+                ticket = self._readers.enter()
+            self._readers.sleep(ticket, min(left, LONGEST_SLEEP_S))

@@ -156,16 +156,20 @@ class CudaDriver(IdentifyingDriver):
     # --- files
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfers.submit(stream, fd, [offset], [address], nbytes, writes=False)[0]
+        gates: list[int] = []
+        self._transfers.submit(stream, fd, [offset], [address], nbytes, False, gates)
+        return gates[0]
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return self._transfers.submit(stream, fd, [offset], [address], nbytes, writes=True)[0]
+        gates: list[int] = []
+        self._transfers.submit(stream, fd, [offset], [address], nbytes, True, gates)
+        return gates[0]
 
     def read_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
-        gates += self._transfers.submit(stream, fd, offsets, addresses, nbytes, writes=False)
+        self._transfers.submit(stream, fd, offsets, addresses, nbytes, False, gates)
 
     def write_files(self, stream: Stream, fd: int, offsets: list[int], addresses: list[int], nbytes: int, gates: list[int]) -> None:
-        gates += self._transfers.submit(stream, fd, offsets, addresses, nbytes, writes=True)
+        self._transfers.submit(stream, fd, offsets, addresses, nbytes, True, gates)
 
     def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
         self._transfers.checksums[fd] = checksums
