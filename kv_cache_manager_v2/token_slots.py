@@ -10,6 +10,9 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, SupportsIndex
 
+from librt.strings import BytesWriter, write_i32_le, write_i64_le
+from mypy_extensions import i32, i64
+
 from kv_cache_manager_v2.arguments import IntBuffer, Integers, at_least, instance_or_none, items_of, page_index_mode_or_none, whole
 from kv_cache_manager_v2.batch_calls import requests_of
 from kv_cache_manager_v2.buffers import require_length, writable_integers
@@ -19,7 +22,7 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, check_mode
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import ACTIVE, Request
-from kv_cache_manager_v2.request.token_slots import TokenSlotPlan
+from kv_cache_manager_v2.request.token_slots import TokenSlotPlan, native_array
 
 
 class TokenSlots(NamedTuple):
@@ -93,7 +96,12 @@ def _slots(
         require_length(sums, "offsets", len(requests) + 1)
     reads = call == "slots_to_read()"
     plan: TokenSlotPlan | None = None
-    ended = [0]
+    ended = BytesWriter()  # prefix sums, as words of the caller's width
+    wide = sums is not None and sums.format == "q"
+    if wide:
+        write_i64_le(ended, 0)
+    else:
+        write_i32_le(ended, 0)
     fits = True
     for position in range(len(requests)):
         request = requests[position]
@@ -110,19 +118,22 @@ def _slots(
             plan.add(table, oldest, end)
         else:
             plan.add(table, begin, end)
-        ended.append(plan.total)
-    total = ended[-1]
+        if wide:
+            write_i64_le(ended, i64(plan.total))
+        else:
+            write_i32_le(ended, i32(plan.total))
+    total = 0 if plan is None else plan.total
     if not fits and target is not None and target.format == "i":
         raise ConfigError("out is int32, in which the token slots of this pool group do not fit; pass an int64 buffer")
     if target is None:
         made = array("i" if fits else "q", [0]) * total
         out, target = made, memoryview(made)
     require_length(target, "out", total)
+    prefix = native_array(ended, "q" if wide else "i")
     if sums is None:
-        made = array("i", ended)
-        offsets = made
+        offsets = prefix
     else:
-        sums[: len(ended)] = memoryview(array("i" if sums.format == "i" else "q", ended))
+        sums[: len(prefix)] = memoryview(prefix)
     if plan is not None:
         plan.write(target)
     return TokenSlots(out, offsets, total)  # type: ignore[arg-type]  # both are buffers: `writable_integers` has seen them

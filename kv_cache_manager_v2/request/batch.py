@@ -7,9 +7,9 @@ the loop in the caller's interpreter, and takes the lock once.
 from __future__ import annotations
 
 from operator import index
-from typing import SupportsIndex
+from typing import Final, SupportsIndex
 
-from kv_cache_manager_v2.arguments import WORD_LIMIT, at_least, whole, wholes
+from kv_cache_manager_v2.arguments import at_least, whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
@@ -19,6 +19,8 @@ from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.publication import check_settled
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
+
+_PLAUSIBLE: Final = 1 << 40  # a larger number of tokens is checked in full; comparing with a machine word is cheap
 
 
 def resize(request: Request, capacity: int | None, history: int | None) -> bool:
@@ -138,7 +140,7 @@ def resize_step(requests: list[Request], counts: list[object], first: int, out: 
             while position < count:
                 request = requests[position]
                 item = counts[position]
-                wanted = item if type(item) is int and 0 <= item < WORD_LIMIT else at_least(item, f"num_new_tokens[{position}]", 0)
+                wanted = item if type(item) is int and 0 <= item < _PLAUSIBLE else at_least(item, f"num_new_tokens[{position}]", 0)
                 if not (out and out[position]):
                     capacity = request.history + wanted
                     if not request.stay_inside_block(capacity) and not _resize(request, capacity, None):

@@ -12,7 +12,7 @@ import sys
 from array import array
 from typing import Any, Final
 
-from librt.strings import BytesWriter, read_i32_le, write_i32_le, write_i64_le
+from librt.strings import BytesWriter, read_i32_le, read_i64_le, write_i32_le, write_i64_le
 from mypy_extensions import i32, i64
 
 from kv_cache_manager_v2.buffers import numpy_or_none
@@ -37,8 +37,8 @@ class TokenSlotPlan:
         self._mode = mode
         self._scale = 1 if converter is None else converter.scale
         self._offset = converter.layer_offset if converter is not None and mode is PageIndexMode.PER_LAYER else 0
-        self._begins: list[int] = []  # of the runs
-        self._ends: list[int] = []
+        self._num_runs = 0
+        self._runs = BytesWriter()  # begin and end of each run, as 64-bit words: a list would box them
         self._pages = BytesWriter()  # page indices as 32-bit words, in the order of the runs
 
     def fits_int32(self, request: Request, pool_group: int) -> bool:
@@ -52,41 +52,50 @@ class TokenSlotPlan:
         size, scale, offset = self._size, self._scale, self._offset
         words = self._pages
         pages = table.pages
-        scratch_start, scratch_end = table.scratch_span
-        for ordinal in range(begin // size, (end - 1) // size + 1):
+        stale_start, stale_end = table.stale_start, table.stale_end
+        first = begin // size
+        last = first if end - begin == 1 else (end - 1) // size
+        for ordinal in range(first, last + 1):
             page = pages[ordinal]
-            if page is not None:
-                write_i32_le(words, i32(page.slot * scale + offset if table.is_live(ordinal) else BAD_PAGE_INDEX))
-            elif scratch_start <= ordinal < scratch_end:
-                write_i32_le(words, i32(self._scratch_page(table, ordinal - scratch_start)))
-            else:
-                write_i32_le(words, i32(BAD_PAGE_INDEX))
-        self._begins.append(begin)
-        self._ends.append(end)
+            index = BAD_PAGE_INDEX
+            if page is None:
+                if table.scratch:
+                    index = self._scratch_page(table, ordinal)
+            elif not stale_start <= ordinal < stale_end:
+                index = page.slot * scale + offset
+            write_i32_le(words, i32(index))
+        write_i64_le(self._runs, i64(begin))
+        write_i64_le(self._runs, i64(end))
+        self._num_runs += 1
         self.total += end - begin
 
-    def _scratch_page(self, table: BlockTable, number: int) -> int:
+    def _scratch_page(self, table: BlockTable, ordinal: int) -> int:
+        """The page index of a block that may be a scratch block; else BAD."""
+        start, end = table.scratch_span
+        if not start <= ordinal < end:
+            return BAD_PAGE_INDEX
         converter = self._converter
         if converter is None:
             raise ConfigError("scratch blocks have no base page index; pass the layer's converter")
         check_mode(self._mode, True, True)
-        part = scratch_part(converter, number)
+        part = scratch_part(converter, ordinal - start)
         return table.scratch[part // self._scale].slot * self._scale + (part + converter.layer_first) % self._scale
 
     def write(self, target: memoryview[int]) -> None:
         """Write the token slots of all runs into the first `total` entries of int32 or int64 memory. O(tokens)."""
-        if self.total >= _WORTH_NUMPY and self.total >= 8 * len(self._begins):
+        if self.total >= _WORTH_NUMPY and self.total >= 8 * self._num_runs:
             numpy = numpy_or_none()
             if numpy is not None:
                 self._write_arrays(numpy, target)
                 return
-        pages = self._pages.getvalue()
+        pages, runs = self._pages.getvalue(), self._runs.getvalue()
         size = self._size
         words = BytesWriter()
         wide = target.format == "q"
         block = 0
-        for run in range(len(self._begins)):
-            begin, end = self._begins[run], self._ends[run]
+        for run in range(self._num_runs):
+            begin: int = read_i64_le(runs, i64(16 * run))
+            end: int = read_i64_le(runs, i64(16 * run + 8))
             start = begin - begin % size
             while start < end:
                 page: int = read_i32_le(pages, i64(4 * block))
@@ -99,10 +108,7 @@ class TokenSlotPlan:
                         write_i32_le(words, i32(slot))
                 block += 1
                 start += size
-        entries = array("q" if wide else "i", words.getvalue())
-        if _BIG_ENDIAN:
-            entries.byteswap()
-        target[: self.total] = memoryview(entries)
+        target[: self.total] = memoryview(native_array(words, "q" if wide else "i"))
 
     def _write_arrays(self, numpy: Any, target: memoryview[int]) -> None:
         """Write in whole passes: the slots of all blocks that the runs touch, and then those of the runs."""
@@ -111,11 +117,20 @@ class TokenSlotPlan:
         firsts = numpy.multiply(numpy.frombuffer(self._pages.getvalue(), "<i4"), size, dtype=filled.dtype)
         of_blocks = numpy.empty(len(firsts) * size, filled.dtype)
         spread_indices(numpy, firsts, of_blocks, size)
+        runs = native_array(self._runs, "q")
         done = 0
         block = 0
-        for run in range(len(self._begins)):
-            begin, end = self._begins[run], self._ends[run]
+        for run in range(self._num_runs):
+            begin, end = runs[2 * run], runs[2 * run + 1]
             start = block * size + begin % size
             filled[done : done + end - begin] = of_blocks[start : start + end - begin]
             done += end - begin
             block += (end - 1) // size - begin // size + 1
+
+
+def native_array(words: BytesWriter, kind: str) -> array[int]:
+    """Little-endian words as an array."""
+    entries = array("q" if kind == "q" else "i", words.getvalue())
+    if _BIG_ENDIAN:
+        entries.byteswap()
+    return entries
