@@ -65,18 +65,6 @@ def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(new_rig: NewRi
         rig.expect(page, i)
 
 
-@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES[:3])
-def test_more_file_reads_than_the_staging_area_holds(new_rig: NewRig, schedule: str, seed: int) -> None:
-    """100 slots of over half a region each, through 64 regions."""
-    rig = new_rig([[100], [100]], "gd", ((600_000,),), schedule, seed)
-    pages = [rig.held(i) for i in range(100)]
-    assert rig.hierarchy.acquire([100], []) is None
-    assert rig.hierarchy.acquire([0], pages) is None
-    for i in (0, 50, 99):
-        rig.expect(pages[i], i)
-    settle_all(rig)
-
-
 @pytest.mark.parametrize("effect", ["error", "short"])
 @pytest.mark.parametrize("tiers", ["gd", "ghd"])
 def test_failed_read_loses_its_page_only(new_rig: NewRig, tiers: str, effect: str) -> None:
@@ -104,20 +92,6 @@ def test_failed_read_loses_its_page_only(new_rig: NewRig, tiers: str, effect: st
     rig.hierarchy.release(pages[1])
     assert not pages[1].alive()
     assert rig.hierarchy.free(target, 0) == free + 1
-
-
-def test_failed_write_loses_a_cached_page_at_once(new_rig: NewRig) -> None:
-    rig = new_rig([[2], [4]], "gd")
-    block = FakeBlock("lost")
-    page = rig.cached(1, owner=block)
-    other = rig.cached(2)
-    rig.driver.fail("write_file")
-    assert rig.hierarchy.acquire([2], []) is None
-    settle_all(rig)
-    assert block.gone == [page]
-    assert not page.alive()
-    assert rig.counts(1) == (3, 1, 0)
-    rig.expect(other, 2)
 
 
 def test_loss_is_noticed_after_the_page_has_moved_on(new_rig: NewRig) -> None:
