@@ -13,7 +13,7 @@ import torch
 
 from kv_cache_manager_v2.arguments import at_least, flag
 from kv_cache_manager_v2.batch_tables import PlainBatchTables, table_widths
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, OutOfMemoryError
 from kv_cache_manager_v2.extras.pages import PageMemory, PageOwner, locate_pages
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, DataRole, LayerId
 from kv_cache_manager_v2.manager import KVCacheManager
@@ -56,17 +56,23 @@ def pool_tensor(
 
 
 class BatchTables(PlainBatchTables):
-    """`PlainBatchTables` with tensors in host memory, pinned if asked for, so that copies to a GPU need no wait."""
+    """`PlainBatchTables` with tensors in host memory, pinned if asked for, so that copies to a GPU need no wait.
+
+    Raises OutOfMemoryError if torch cannot allocate or pin them.
+    """
 
     def __init__(
         self, manager: KVCacheManager, max_requests: SupportsIndex, max_blocks: SupportsIndex, pin_memory: bool = False
     ) -> None:
         rows, blocks = at_least(max_requests, "max_requests", 1), at_least(max_blocks, "max_blocks", 1)
         pinned = flag(pin_memory, "pin_memory")
-        tensors = [
-            torch.full((rows, width), BAD_PAGE_INDEX, dtype=torch.int32, pin_memory=pinned)
-            for width in table_widths(manager, blocks)
-        ]
+        widths = table_widths(manager, blocks)
+        try:
+            tensors = [torch.full((rows, width), BAD_PAGE_INDEX, dtype=torch.int32, pin_memory=pinned) for width in widths]
+        except RuntimeError as error:  # also for too little memory
+            raise OutOfMemoryError(
+                f"no memory for batch tables, pin_memory={pinned}: {error}; without a GPU nothing can be pinned"
+            ) from error
         super().__init__(manager, rows, blocks, tensors)
 
     def table(self, layer_group_id: SupportsIndex) -> torch.Tensor:

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, ConfigError, KVCache, KVCacheManager, PlainBatchTables, commit_batch, resize_batch
+from kv_cache_manager_v2 import (
+    BAD_PAGE_INDEX,
+    ConfigError,
+    KVCache,
+    KVCacheManager,
+    OutOfMemoryError,
+    PlainBatchTables,
+    commit_batch,
+    resize_batch,
+)
 from kv_cache_manager_v2.extras import arrays
 from tests.support.models import GRAIN, hybrid, model, small
 from tests.support.rig import Rig, toks
@@ -283,3 +292,16 @@ def test_a_model_of_recurrent_layers_only() -> None:
         assert tables.version(0) > version
         cache.suspend()
         assert tables.table(0).tolist() == [[BAD_PAGE_INDEX]] * 3
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_of_ours() -> None:
+    """torch pins memory only where it has a GPU."""
+    torch: Any = pytest.importorskip("torch")
+    from kv_cache_manager_v2.extras import torch as extra
+
+    with Rig(small(32), engine=False) as rig:
+        if torch.cuda.is_available():
+            assert extra.BatchTables(rig.manager, 3, 8, pin_memory=True).table(0).is_pinned()
+            return
+        with pytest.raises(OutOfMemoryError, match="pin_memory=True"):
+            extra.BatchTables(rig.manager, 3, 8, pin_memory=True)
