@@ -27,7 +27,7 @@ SEQUENCE_BITS: Final = 40  # a million records a second last 12 days on one line
 _SEQUENCE_MASK: Final = (1 << SEQUENCE_BITS) - 1  # ... and point values stay below 2**62, mypyc's unboxed ints
 _INDEX_LIMIT: Final = 1 << 22
 
-_POLL_FROM: Final = 32  # outstanding events of a line from which a record also polls them, with log2 of that many queries
+_POLL_FROM: Final = 64  # outstanding events of a line from which a record also polls them, with log2 of that many queries
 MOST_OUTSTANDING: Final = 1 << 16  # bound on events of a line, on lines and on joins: beyond it the host waits for the oldest
 _KEEP_LINES: Final = 256  # lines in use before complete ones are searched for reuse
 _LOOK_AT: Final = 2  # lines examined for reuse each time another line is needed
@@ -49,6 +49,7 @@ class Timeline:
         self._driver = driver
         self._identities: IdentifyingDriver | None = driver if isinstance(driver, IdentifyingDriver) else None
         self._most_outstanding = most_outstanding
+        self._poll_from = min(_POLL_FROM, most_outstanding)
         self._lines: list[Line] = [Line(0)]  # by index; index 0 belongs to no stream
         self._by_stream: dict[int, Line] = {}  # by the driver's handle: the line of the latest known stream with it
         self._used: deque[Line] = deque()  # every other line, the least recently examined first
@@ -87,7 +88,7 @@ class Timeline:
     def record(self, stream: Stream) -> Point:
         """A point after all work queued on the stream so far."""
         line = self._line_of(stream)
-        if line is not None and len(line.events) - line.head >= _POLL_FROM:
+        if line is not None and len(line.events) - line.head >= self._poll_from:
             self._limit_outstanding(line)
         if len(self._joins) >= self._sweep_at:
             self._sweep()
