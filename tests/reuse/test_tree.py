@@ -88,13 +88,6 @@ class TestInsertion:
         assert len(root.child_blocks()) == 5
         assert insert(cache, root, [1, digest(1)])[1] == BLOCK_COVERED
 
-    def test_scopes_have_roots_of_their_own(self) -> None:
-        """Equal tokens under different scopes are different blocks with different keys."""
-        cache = Cache(2, FULL)
-        blocks = [cache.store([1, 2], scope)[0] for scope in (EMPTY_SCOPE, ReuseScope(0), ReuseScope(None, 0), ReuseScope(0, 0))]
-        assert len({block.block_key() for block in blocks}) == 4
-        assert len(cache.tree.roots()) == 4
-
 
 class TestPageSlots:
     def test_coverage_only_grows(self) -> None:
@@ -340,17 +333,6 @@ class TestClear:
                 assert block.pages == (None,)
         assert len(cache.keeper.dropped) == 6
         cache.tree.clear()
-
-    def test_reseeding_after_clear(self) -> None:
-        """The same scope then has a fresh root that matches anew."""
-        cache = Cache(2, FULL)
-        old_root = cache.tree.root(EMPTY_SCOPE)
-        cache.store([1, 2])
-        cache.tree.clear()
-        cache.store([1, 2])
-        assert cache.tree.root(EMPTY_SCOPE) is not old_root
-        found = cache.match([1, 2])
-        assert (len(found.blocks), found.num_tokens) == (1, 2)
 
     def test_a_very_deep_path(self) -> None:
         """Nothing recurses: neither clearing, nor a cascade, nor the release of what is left."""
