@@ -16,7 +16,6 @@ from kv_cache_manager_v2 import (
     PageDataLostError,
     ReuseScope,
     gen_multimodal_cache_key_tokens,
-    v1_block_hash,
 )
 from kv_cache_manager_v2.events.manager import MAX_UUIDS
 from kv_cache_manager_v2.events.records import BlockHash
@@ -81,29 +80,6 @@ def test_reuse_is_no_new_store() -> None:
         assert twin.resume()
         twin.close()
         assert events_of(events) == []
-
-
-def test_the_scope_reaches_the_old_hashes() -> None:
-    """Salt and LoRA id of a cache enter the v1 hashes of its blocks."""
-    events = KVCacheEventManager(100, hash_algo="v1_block_key")
-    with Rig(small(8), events=events) as rig:
-        for scope in (ReuseScope(salt=123), ReuseScope(11, 22)):
-            rig.seed(toks(1, 9), scope)
-            first = v1_block_hash([1, 2, 3, 4], None, scope.lora_id, scope.salt)
-            assert brief(events_of(events)) == [("stored", 0, [first, v1_block_hash([5, 6, 7, 8], first, scope.lora_id)])]
-
-
-def test_partial_tails_are_announced_as_they_are() -> None:
-    """What stop_committing publishes of the last block is a block of fewer tokens; the whole one later takes its place."""
-    events = KVCacheEventManager(100)
-    with Rig(small(8), events=events) as rig:
-        request = rig.start()
-        assert request.advance(toks(0, 6))
-        request.cache.stop_committing()
-        request.close()
-        assert [stored_tokens(event) for event in events_of(events)] == [[toks(0, 4), toks(4, 6)]]
-        rig.extend(toks(0, 8))
-        assert brief(events_of(events)) == [("removed", 0, [chain(toks(0, 6), 4)[1]]), ("stored", 0, [chain(toks(0, 8), 4)[1]])]
 
 
 def test_uuids_of_items_reach_the_keys() -> None:
