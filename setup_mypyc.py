@@ -39,6 +39,7 @@ INTERPRETED: Final = (
     "cli/",
     "config.py",
     "errors.py",
+    "external_pages.py",
     "extras/",
 )
 

@@ -62,6 +62,7 @@ from kv_cache_manager_v2.events.records import (
     UniqueToken,
     serialize_events,
 )
+from kv_cache_manager_v2.external_pages import ExternalGpuTierConfig, Transfer
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
     CACHE_LEVEL1,
@@ -160,7 +161,9 @@ __all__ = [
     # configuration
     "KVCacheManagerConfig",
     "GpuCacheTierConfig",
+    "ExternalGpuTierConfig",
     "HostCacheTierConfig",
+    "Transfer",
     "DiskCacheTierConfig",
     "CacheTierConfig",
     "AttentionLayerConfig",

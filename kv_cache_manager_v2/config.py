@@ -115,6 +115,18 @@ class CacheTierConfig(ABC):
     def tier(self) -> CacheTier:
         """The kind of memory, as statistics count it."""
 
+    @property
+    def exact_size(self) -> bool:
+        """Whether the size must not be raised to its minimum."""
+        return False
+
+    def bytes_for(self, slot_bytes: Sequence[int]) -> int:
+        """The bytes of the level, given the bytes of a slot of each pool group: the quota."""
+        return self.quota
+
+    def check_use(self, config: KVCacheManagerConfig) -> None:  # noqa: B027 (most tiers can be used in any configuration)
+        """Raise ConfigError if the tier cannot be used in a configuration that is valid otherwise."""
+
     def granularity(self) -> int:
         """Bytes in which the level's memory grows and shrinks. The quota is rounded up to a multiple of it."""
         return tier_granularity(self.tier, self.quota)
@@ -415,6 +427,8 @@ class KVCacheManagerConfig:
         self._validate_rebalance()
         if text(given(self, _KEY_HASH), _KEY_HASH) not in ("blake3", "sha256"):
             raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
+        for tier_config in self.cache_tiers:
+            tier_config.check_use(self)
 
     def _validate_tiers(self) -> None:
         _check_list(self, "cache_tiers", CacheTierConfig)

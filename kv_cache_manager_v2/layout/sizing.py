@@ -287,11 +287,15 @@ def plan_levels(layout: StorageLayout, config: KVCacheManagerConfig) -> tuple[li
     sizings: list[LevelSizing] = []
     raised: list[str] = []
     for index, tier_config in enumerate(config.cache_tiers):
-        asked = tier_config.quota
+        asked = tier_config.bytes_for([layout.slot_bytes(group) for group in range(layout.num_pool_groups)])
         granularity = tier_config.granularity()
         floors = min_slots(layout, config, CacheLevel(index))
         minimum = min_quota(layout.slot_sizes, floors, granularity)
         quota = max(round_up(asked, granularity), minimum)
+        if asked < minimum and tier_config.exact_size:
+            raise ConfigError(
+                f"level {index} has slots of {asked} bytes in all, but needs {minimum}: raise num_slots, or lower the constraints"
+            )
         if round_up(asked, granularity) < minimum:
             raised.append(
                 f"level {index} ({tier_config.tier.name}): quota of {asked} bytes is below the minimum of {minimum} bytes"

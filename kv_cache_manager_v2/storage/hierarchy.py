@@ -319,9 +319,11 @@ class Hierarchy(PageKeeper):
         self._install_copy(source, destination)
 
     def _queue_copy(self, source: Page, slot: int, stream: Stream) -> None:
-        assert source.level == GPU_LEVEL
-        for arena in source.cell.arenas:
-            self._driver.copy(stream, arena.address(slot), arena.address(source.slot), arena.slot_bytes)
+        if source.cell.tier.external:
+            source.cell.tier.copy_slots(stream, source.pool_group, [source.slot], [slot])
+        else:
+            for arena in source.cell.arenas:
+                self._driver.copy(stream, arena.address(slot), arena.address(source.slot), arena.slot_bytes)
 
     def _install_copy(self, source: Page, copy: Page) -> None:
         self.counters.moved[source.life_cycle][source.level][copy.level] += 1

@@ -57,6 +57,7 @@ from kv_cache_manager_v2.events.records import (
     UniqueToken,
     serialize_events,
 )
+from kv_cache_manager_v2.external_pages import ExternalGpuTierConfig, Transfer
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
     CACHE_LEVEL1,
@@ -149,7 +150,9 @@ __all__ = [
     "NDEBUG",
     "KVCacheManagerConfig",
     "GpuCacheTierConfig",
+    "ExternalGpuTierConfig",
     "HostCacheTierConfig",
+    "Transfer",
     "DiskCacheTierConfig",
     "CacheTierConfig",
     "AttentionLayerConfig",

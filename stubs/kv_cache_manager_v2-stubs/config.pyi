@@ -39,6 +39,16 @@ class CacheTierConfig(ABC):
     def tier(self) -> CacheTier:
         """The kind of memory, as statistics count it."""
 
+    @property
+    def exact_size(self) -> bool:
+        """Whether the size must not be raised to its minimum."""
+
+    def bytes_for(self, slot_bytes: Sequence[int]) -> int:
+        """The bytes of the level, given the bytes of a slot of each pool group: the quota."""
+
+    def check_use(self, config: KVCacheManagerConfig) -> None:
+        """Raise ConfigError if the tier cannot be used in a configuration that is valid otherwise."""
+
     def granularity(self) -> int:
         """Bytes in which the level's memory grows and shrinks. The quota is rounded up to a multiple of it."""
 

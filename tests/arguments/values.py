@@ -58,6 +58,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "tokens": always([1, 2, 3]),
     "accepted_input_tokens": always([100]),
     "page_indices": always([0, 1]),
+    "num_slots": always(4),
     "pool_group_id": always(0),
     "KVCache.commit_ahead.input_tokens": always([]),  # the scene has recurrent layers, whose snapshots need computed tokens
     "kv_cache_id": always(5),

@@ -59,6 +59,11 @@ class Listener(kvcm.CacheListener):
     """Is told of nothing that it wants to know."""
 
 
+def books(worker: kvcm.Transfer | None) -> kvcm.CacheTierConfig:
+    """Pages of the engine's own."""
+    return kvcm.ExternalGpuTierConfig(100, worker)
+
+
 def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> None:
     """One request, and what is asked about it."""
     scope = kvcm.ReuseScope(7, salt=11)

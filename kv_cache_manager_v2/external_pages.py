@@ -1,0 +1,116 @@
+"""Pages in memory of the engine: the manager only keeps the books of them, and asks the engine for copies.
+
+Like config.py this file is never compiled, so that subclasses of users work on both builds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import SupportsIndex
+
+from kv_cache_manager_v2.arguments import at_least, given, instance_or_none
+from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.ids import CacheTier, Stream
+
+
+class Transfer(ABC):
+    """Copies of pages that the engine's workers own, queued on a stream in its order. An exception means that nothing is copied.
+
+    A page is named by its base page index within a pool group, a pool by its number in the group. `get_page_index_converter` and
+    the order of buffers in the configuration say where a buffer lies in a page of a pool.
+    """
+
+    @abstractmethod
+    def copy_pages(self, stream: Stream, pool_group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Queue copies of whole pages, in every pool of the group, from sources[i] to destinations[i]."""
+
+    @abstractmethod
+    def to_memory(
+        self,
+        stream: Stream,
+        pool_group: int,
+        pool: int,
+        pages: Sequence[int],
+        offset: int,
+        num_bytes: int,
+        addresses: Sequence[int],
+    ) -> None:
+        """Queue copies of bytes offset .. offset + num_bytes - 1 of each page in one pool to addresses[i] in host memory."""
+
+    @abstractmethod
+    def from_memory(
+        self,
+        stream: Stream,
+        pool_group: int,
+        pool: int,
+        pages: Sequence[int],
+        offset: int,
+        num_bytes: int,
+        addresses: Sequence[int],
+    ) -> None:
+        """As `to_memory`, in the other direction."""
+
+
+@dataclass(init=False)
+class ExternalGpuTierConfig(CacheTierConfig):
+    """Level 0 with exactly `num_slots` pages in memory of the engine. The manager allocates nothing for them.
+
+    All layer groups must have one page size. Without a `transfer` nothing is ever copied: there are no colder tiers, no matches
+    inside blocks and no snapshots; a fork inside a block and a further beam raise LogicError.
+    """
+
+    quota: int = field(init=False)  # not used: the bytes follow from the slots
+    num_slots: int
+    transfer: Transfer | None
+
+    def __init__(self, num_slots: SupportsIndex, transfer: Transfer | None = None) -> None:
+        self.__dict__.update(quota=1, num_slots=num_slots, transfer=transfer)
+        self.validate()
+
+    def validate(self) -> None:
+        super().validate()
+        self.num_slots = at_least(given(self, "num_slots"), "num_slots of ExternalGpuTierConfig", 1)
+        instance_or_none(given(self, "transfer"), Transfer, "transfer")  # type: ignore[type-abstract]  # asked, not made
+
+    def __deepcopy__(self, memo: object) -> ExternalGpuTierConfig:
+        """A copy with the same transfer, which is the engine's."""
+        return type(self)(self.num_slots, self.transfer)
+
+    @property
+    def tier(self) -> CacheTier:
+        return CacheTier.GPU_MEM
+
+    @property
+    def exact_size(self) -> bool:
+        return True
+
+    def granularity(self) -> int:
+        return 1
+
+    def bytes_for(self, slot_bytes: Sequence[int]) -> int:
+        """Raises ConfigError for several page sizes, of which each would have slots of its own."""
+        if len(slot_bytes) != 1:
+            raise ConfigError(
+                f"num_slots is {self.num_slots}, but the layers have pages of {list(slot_bytes)} bytes; an external tier needs "
+                "pages of one size"
+            )
+        return self.num_slots * slot_bytes[0]
+
+    def check_use(self, config: KVCacheManagerConfig) -> None:
+        """Raise ConfigError if the configuration needs copies, and there is no transfer."""
+        if self.transfer is not None:
+            return
+        if len(config.cache_tiers) > 1:
+            raise ConfigError("cache_tiers has tiers below an ExternalGpuTierConfig; give it a transfer that copies its pages")
+        if config.enable_partial_reuse:
+            raise ConfigError(
+                "enable_partial_reuse is True, but an ExternalGpuTierConfig without a transfer cannot copy a partly matched block; "
+                "set it to False, or give a transfer"
+            )
+        if config.commit_min_snapshot:
+            raise ConfigError(
+                "commit_min_snapshot is True, but an ExternalGpuTierConfig without a transfer cannot copy snapshots; give it one"
+            )
