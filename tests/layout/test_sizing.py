@@ -281,18 +281,6 @@ class TestInitialRatio:
         layout, gpu = sized(config)
         return gpu.ratio(layout)
 
-    def test_default(self) -> None:
-        ratio = self.ratio(model(self.LAYERS, gpu=GIB))
-        assert ratio[0] < ratio[1]
-        assert sum(ratio) == pytest.approx(1.0)
-
-    def test_short(self) -> None:
-        ratio = self.ratio(model(self.LAYERS, gpu=GIB, typical_step=batch(64, 64)))
-        assert ratio[0] / ratio[1] == pytest.approx(0.6, abs=0.15)
-
-    def test_long(self) -> None:
-        assert self.ratio(model(self.LAYERS, gpu=4 * GIB, typical_step=batch(32, 4096, 4000)))[0] < 0.15
-
     def test_constraints_raise_the_window(self) -> None:
         typical = batch(32, 4096, 4000)
         before = self.ratio(model(self.LAYERS, gpu=GIB, typical_step=typical))

@@ -9,7 +9,7 @@ import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, BufferId, CuError, KVCache, LayerId, LogicError, PageIndexMode
 from kv_cache_manager_v2.layout.pools import build_layout
-from kv_cache_manager_v2.layout.sizing import min_slots, size_levels
+from kv_cache_manager_v2.layout.sizing import min_slots
 from tests.layout.test_sizing_of_managers import exact, run_batch
 from tests.support import inside
 from tests.support.models import GRAIN, KEY, KIB, MIB, attention, batch, model
@@ -218,17 +218,6 @@ def test_only_window_minus_one_tokens_are_kept() -> None:
 
 
 # --- what scratch means for the sizing
-
-
-def test_scratch_reduces_the_windows_share() -> None:
-    """16 window layers and 16 full ones of other sizes, 8 requests of 16384: with scratch the window's share is smaller."""
-    layers = [attention(layer, (6 if layer < 16 else 8) * KIB, window=128 if layer < 16 else None) for layer in range(32)]
-    typical = batch(8, 16384)
-    shares = []
-    for rewind in (None, 0):
-        config = model(layers, gpu=1024 * MIB, typical_step=typical, scratch_rewind=rewind)
-        shares.append(size_levels(build_layout(config), config)[0].weights[0])
-    assert shares[1] < shares[0] / 2
 
 
 def test_a_constraint_counts_scratch() -> None:
