@@ -52,7 +52,7 @@ class TestInsertion:
         assert partial.block_key() != full_key
 
     def test_a_longer_block_takes_the_place_of_its_prefix(self) -> None:
-        """The pages move over with the coverage that they had, wider ones replace them, the old block is gone (54)."""
+        """The pages move over with the coverage that they had, wider ones replace them, the old block is gone ."""
         notes = Notes()
         cache = Cache(8, FULL, window(8), SSM, listener=notes)
         [old] = cache.store(toks(0, 4))
@@ -79,7 +79,6 @@ class TestInsertion:
         assert cache.probe(toks(0, 8)) == 4
 
     def test_siblings_that_share_a_prefix_coexist(self) -> None:
-        """Branches differ somewhere; neither covers the other."""
         cache = Cache(4, FULL)
         root = cache.tree.root(EMPTY_SCOPE)
         branches: list[list[Token]] = [[1, 2, 3], [1, 2, 4], [1, 3], [1, digest(1), 2], [1, digest(2), 2]]
