@@ -250,9 +250,9 @@ class KVCache(PageIndexViews):
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
         Returns False if there are too few pages. Nothing has changed then, and `last_shortage` says what is missing: suspend
-        another request and try again. Positions that enter the history were written by the request as far as the old capacity,
-        and computed elsewhere beyond it. O(1) inside a block, else O(blocks added, removed or leaving a window). Raises LogicError
-        unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
+        another request and try again. A larger history says that its positions are computed: by this request below the old
+        capacity, elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed or leaving a
+        window). Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
         """
         state = self._state
         if type(capacity) is int and history_length is None and state.stay_inside_block(capacity):

@@ -63,5 +63,5 @@ class CacheListener(ABC):
     def attached(self, block_key_hash: str) -> None:  # noqa: B027 (most listeners compute no keys)
         """A manager was constructed with this listener: the first call. `block_key_hash` names the hash of its block keys."""
 
-    def item_named(self, digest: bytes, uuid: str) -> None:  # noqa: B027 (most listeners do not care)
+    def item_named(self, digest: bytes, uuid: str) -> None:  # noqa: B027 (most listeners need no ids)
         """Tokens of a multimodal item, to which the front end gave the id `uuid`, are about to be committed."""

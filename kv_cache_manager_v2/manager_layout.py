@@ -143,7 +143,10 @@ class ManagerLayout:
         return self._place(layer_id, data_role).scale
 
     def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
-        """The converter of base page indices to page indices of this buffer."""
+        """The converter of base page indices to page indices of this buffer.
+
+        Raises UnknownBufferError (a KeyError) for an unknown layer or role.
+        """
         return PageIndexConverter(self._place(layer_id, data_role), self._config.enable_swa_scratch_reuse)
 
     def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:

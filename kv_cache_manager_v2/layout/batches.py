@@ -67,8 +67,8 @@ class ResumeNeeds:
 
     def __init__(self, num_pool_groups: int) -> None:
         self.running = [0] * num_pool_groups  # when all requests are active
-        self.waiting = [0] * num_pool_groups  # when all but one are, whichever that is: subject to the limit for resuming it
-        self.starting = [0] * num_pool_groups  # while that one resumes: with the copies of what it will write to
+        self.waiting = [0] * num_pool_groups  # when all but one are, the most over all choices of it; max_util_for_resume applies
+        self.starting = [0] * num_pool_groups  # while that one resumes: includes its copies of pages that it will write to
 
 
 def resume_needs(layout: StorageLayout, config: KVCacheManagerConfig, batch: BatchDesc) -> ResumeNeeds:

@@ -34,7 +34,7 @@ NUM_STREAMS: Final = 4  # used in turn by batches, so that one seldom waits for 
 REGION_BYTES: Final = EXTENT_BYTES
 # Staging regions of a batch at one time: enough to keep the I/O threads busy, and few enough to stay in the processor's caches.
 MOST_STAGED_COPIES: Final = 4
-# How often a batch of file reads uses the same staging memory: a read that hangs makes the later uses suspect.
+# How often a batch of file reads uses the same staging memory: bytes of a read that hangs may overwrite those of later reads.
 MOST_READS: Final = 2
 
 _log: Final = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ class Hierarchy(PageKeeper):
         self._no_need = [0] * self.num_groups
         self._closed = False
         self._finished = False  # closed, and all memory is free
-        self._merged: Point = NULL_POINT  # the last answer of `_later`, for these two:
+        self._merged: Point = NULL_POINT  # the cached result of `_later`, for these two points:
         self._merged_first: Point = NULL_POINT
         self._merged_second: Point = NULL_POINT
         self._all_cells = Cells(driver, timeline, layout, sizings, tier_configs)
@@ -160,7 +160,7 @@ class Hierarchy(PageKeeper):
         page.locks += 1
 
     def unlock(self, page: Page, point: Point) -> None:
-        """Remove one lock, whose user's work ends at `point`."""
+        """Remove one lock. The work that used the page ends at `point`."""
         assert page.locks > 0, "a page was unlocked more often than locked"
         page.ready = self._later(page.ready, point)
         page.locks -= 1
@@ -183,7 +183,7 @@ class Hierarchy(PageKeeper):
 
     def release_youngest(self, page: Page) -> None:
         """As `release`, at the end of a request: a page that stays evictable becomes the youngest of its priority."""
-        pinned = page.list == PINNED  # then it joins as the youngest
+        pinned = page.list == PINNED  # then `release` makes it the youngest
         self.release(page)
         if not pinned and page.list != PINNED:
             page.cell.renew(page)
@@ -200,7 +200,7 @@ class Hierarchy(PageKeeper):
         page.locks += 1
 
     def hold_locked(self, page: Page, point: Point) -> None:
-        """Turn one lock into a hold. The lock's user's work ends at `point`."""
+        """Turn one lock into a hold. The work that used the page ends at `point`."""
         assert page.locks > 0, "a page that is not locked cannot be unlocked"
         page.ready = self._later(page.ready, point)
         page.holds += 1
@@ -216,7 +216,7 @@ class Hierarchy(PageKeeper):
             return second
         if second == NULL_POINT:
             return first
-        self._merged_second = NULL_POINT  # an interrupt from here on leaves no answer
+        self._merged_second = NULL_POINT  # after an interrupt from here on, no result is cached
         self._merged_first = first
         self._merged = self.timeline.merge(first, second)
         self._merged_second = second
@@ -267,7 +267,7 @@ class Hierarchy(PageKeeper):
         return True
 
     def _has_news(self) -> bool:
-        """Process file transfers that have ended, without waiting; whether there were any."""
+        """Process file transfers that have ended, without waiting. Returns whether there were any."""
         before = self.in_flight.in_flight
         if before == 0:
             return False

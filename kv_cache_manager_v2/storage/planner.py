@@ -17,7 +17,7 @@ from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
 
 
 class Shortage:
-    """Why something did not fit; falsy nowhere: a missing shortage is None."""
+    """Why slots could not be had: the pool group, the level, and how many slots are missing. Where nothing is missing, None."""
 
     def __init__(
         self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False, in_transfer: int = 0

@@ -7,7 +7,7 @@ from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.storage.planner import Shortage
 
 class MakeRoom(ABC):
-    """Asked by a step (`KVCacheManager.step`) for each request that has a shortage which is not permanent."""
+    """A make-room policy. A step (`KVCacheManager.step`) asks it for each request whose shortage is not permanent."""
 
     @abstractmethod
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
@@ -20,7 +20,7 @@ class MakeRoom(ABC):
 class SuspendYoungest(MakeRoom):
     """Suspends the cache that was created last, if it is younger than the one that asks and has pages of its own to give.
 
-    So the oldest request always goes on, and two requests never take turns at suspending each other. `also` are further caches
+    The oldest request always keeps its pages, and two requests never suspend each other in turn. `also` are further caches
     that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
     """
 

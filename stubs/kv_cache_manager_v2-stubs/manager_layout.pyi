@@ -88,7 +88,10 @@ class ManagerLayout:
         """Page indices per slot, in units of one buffer. Deprecated: use `get_page_index_converter`."""
 
     def get_page_index_converter(self, layer_id: SupportsIndex, data_role: DataRole) -> PageIndexConverter:
-        """The converter of base page indices to page indices of this buffer."""
+        """The converter of base page indices to page indices of this buffer.
+
+        Raises UnknownBufferError (a KeyError) for an unknown layer or role.
+        """
 
     def get_aggregated_pages(self, buffer_ids: Iterable[BufferId]) -> list[AggregatedPageDesc]:
         """Contiguous runs of the given buffers in a slot. Block j has `size` bytes at `base + stride * aggregated_index[j]`.

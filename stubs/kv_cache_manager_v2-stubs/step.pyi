@@ -101,7 +101,10 @@ class ManagerSteps(ManagerStatistics):
     ) -> Step:
         """One step of a batch, as a `with` block. It begins with `resize(history + num_new_tokens)` for each cache, in this order.
 
-        A cache with a shortage is left out, after `make_room` was asked: see `Step.short`. `tokens` are committed at the end, an id
-        or a sequence of tokens for each cache; or call `commit` of the step inside the block. After an exception in the block
-        nothing is committed. Entering raises the errors of `resize`, after earlier caches are resized; leaving those of `commit`.
+        `num_new_tokens` is one number for all caches, or a sequence with one for each. A cache with a shortage is left out, after
+        `make_room` was asked: see `Step.short`. `tokens` are committed at the end, an id or a sequence of tokens for each cache;
+        or call `commit` of the step inside the block. After an exception in the block nothing is committed. All caches must be
+        ACTIVE: a suspended one needs `resume` before the step.
+
+        Entering raises the errors of `resize`, after earlier caches are resized; leaving raises those of `commit`.
         """
