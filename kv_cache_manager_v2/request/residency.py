@@ -357,10 +357,15 @@ def close(request: Request) -> None:
 
 
 def close_poisoned(request: Request) -> None:
-    """Close the request of a poisoned manager: neither its pages nor the device are touched, since their structures are broken."""
+    """Close the request of a poisoned manager: neither its pages nor the device are touched, since their structures are broken.
+
+    Its row of a batch table is free again: the manager may be repaired later, and no other call would free the row.
+    """
     request.status = CLOSED
     request.num_blocks = 0
     request.shared.open.pop(request.serial, None)
+    if request.batch_rows is not None:
+        request.batch_rows.remove(request)
 
 
 def _leave_stream(request: Request) -> None:

@@ -305,3 +305,17 @@ def test_memory_that_cannot_be_pinned_is_an_error_of_ours() -> None:
             return
         with pytest.raises(OutOfMemoryError, match="pin_memory=True"):
             extra.BatchTables(rig.manager, 3, 8, pin_memory=True)
+
+
+def test_a_cache_that_is_closed_on_a_poisoned_manager_frees_its_row() -> None:
+    """The manager is repaired afterwards, and the tables serve as many requests as before."""
+    with Rig(small(16)) as rig:
+        tables = PlainBatchTables(rig.manager, 1, 8)
+        cache = rig.create()
+        tables.add(cache)
+        cache.state.shared.corrupt("a cause")
+        cache.close()
+        assert tables.num_unused_rows == 1
+        rig.manager.clear_reusable_blocks()
+        assert rig.manager.take_poison() == "a cause"
+        assert tables.add(rig.open()) == 0
