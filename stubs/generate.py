@@ -124,7 +124,7 @@ class Generator:
         methods: list[ast.stmt] = []
         for member in node.body:
             if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name) and public(member.target.id):
-                value = None if not record or member.value is None else _default(member.value)
+                value = None if not record or member.value is None or _no_default(member.value) else _default(member.value)
                 fields.append(ast.AnnAssign(member.target, member.annotation, value, 1))
             elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name) and public(member.targets[0].id):
                 fields.append(member)
@@ -168,6 +168,15 @@ def _is_literal(value: ast.expr | None) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _no_default(value: ast.expr) -> bool:
+    """Whether a field of a dataclass has a `field(...)` that gives it no default."""
+    return (
+        isinstance(value, ast.Call)
+        and ast.unparse(value.func) == "field"
+        and not any(keyword.arg in ("default", "default_factory") for keyword in value.keywords)
+    )
 
 
 def _default(value: ast.expr) -> ast.expr:

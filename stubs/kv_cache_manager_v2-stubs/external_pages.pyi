@@ -56,7 +56,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
     inside blocks and no snapshots; a fork inside a block and a further beam raise LogicError.
     """
 
-    quota: int = ...
+    quota: int
     num_slots: int
     transfer: Transfer | None
 

@@ -86,6 +86,7 @@ class Base:
         self.doomed: list[int] = []  # streams to be destroyed once the manager was called again
         self.numbers = itertools.count(1_000_000)
         self.operations = 0
+        self.alone = True  # no other thread calls the manager
         self.lenient = False  # lengths that a refused call has changed are taken over
         self.trace: list[str] | None = None  # what was called, for who looks into a finding
         self.outcomes: Counter[str] = Counter()

@@ -30,6 +30,7 @@ class Member(Hunter):
         member = cls.__new__(cls)
         member.__dict__.update(copy.copy(captain.__dict__))
         member.captain = captain
+        member.alone = False
         member.rng = random.Random(f"member {index} of {captain.setup.seed}")
         member.open, member.ended, member.plans, member.doomed, member.held = [], [], [], [], []
         member.streams = [captain.own.create_stream() for _ in range(2)]

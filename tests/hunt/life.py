@@ -36,7 +36,7 @@ class RequestLife(Steps):
             level = rng.choice((0, 20, 35, 60, 100))
             priority = lambda ordinal, life_cycle: level  # noqa: E731  # the callback's own form
         probed = None
-        if given is not None and rng.random() < 0.3 and self.manager.num_open_caches == len(self.open):
+        if given is not None and rng.random() < 0.3 and self.alone and self.manager.num_open_caches == len(self.open):
             probed = self.attempt(None, self.manager.probe_reuse, SCOPES[scope], given)
         cache = self.attempt(None, self.manager.create_kv_cache, SCOPES[scope], given, number, priority)
         if cache is None:
