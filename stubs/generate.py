@@ -124,7 +124,7 @@ class Generator:
         methods: list[ast.stmt] = []
         for member in node.body:
             if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name) and public(member.target.id):
-                value = None if not record or member.value is None or _no_default(member.value) else _default(member.value)
+                value = None if not record or member.value is None else _of_field(member.value)
                 fields.append(ast.AnnAssign(member.target, member.annotation, value, 1))
             elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name) and public(member.targets[0].id):
                 fields.append(member)
@@ -170,13 +170,13 @@ def _is_literal(value: ast.expr | None) -> bool:
     return True
 
 
-def _no_default(value: ast.expr) -> bool:
-    """Whether a field of a dataclass has a `field(...)` that gives it no default."""
-    return (
-        isinstance(value, ast.Call)
-        and ast.unparse(value.func) == "field"
-        and not any(keyword.arg in ("default", "default_factory") for keyword in value.keywords)
-    )
+def _of_field(value: ast.expr) -> ast.expr:
+    """The value of a dataclass's field: its default, or a `field(...)` that gives it none."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+        names = [keyword.arg for keyword in value.keywords]
+        if "default" not in names and "default_factory" not in names:
+            return value
+    return _default(value)
 
 
 def _default(value: ast.expr) -> ast.expr:

@@ -5,7 +5,7 @@ Like config.py this file is never compiled, so that subclasses of users work on 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import CacheTierConfig, KVCacheManagerConfig
@@ -56,7 +56,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
     inside blocks and no snapshots; a fork inside a block and a further beam raise LogicError.
     """
 
-    quota: int
+    quota: int = field(init=False)
     num_slots: int
     transfer: Transfer | None
 
