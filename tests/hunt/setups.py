@@ -88,7 +88,7 @@ def draw(seed: int, schedule: str, model: str | None = None, faults: bool | None
     tpb = rng.choice((4, 4, 4, 8, 2, 1) if kind != "scratch" else (2, 4))
     groups = _groups(rng, kind, tpb)
     tiers = rng.choice((1, 2, 2, 3, 3, 3, 4))  # 4: GPU and disk only
-    timeout = 0.05 if schedule == "threads" else float(rng.choice((30, 200)))
+    timeout = 0.25 if schedule == "threads" else float(rng.choice((30, 200)))
     with_faults = rng.random() < 0.5
     setup = Setup(
         seed=seed,
