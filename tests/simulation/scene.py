@@ -155,7 +155,9 @@ class Scene:
         self.recount.resized(live.number, live.model, blocks, old_history)
 
     def check_pages(self, live: Live) -> None:
-        """A kernel that reads everything that the request has computed."""
+        """A kernel that reads everything that the request has computed, unless its history lies among scratch blocks of a step."""
+        if live.model.reads_scratch():
+            return
         for number, beam in enumerate(live.model.beams):
             self.engine.check(live.cache, words_of(beam.stamps), number, words_of(beam.state))
 
