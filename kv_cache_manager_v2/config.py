@@ -22,14 +22,6 @@ from kv_cache_manager_v2.arguments import at_least, flag, given, instance, items
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
-_PATH: Final = "path"
-_CHECKSUM: Final = "checksum"
-_ROLE: Final = "role"
-_OVERRIDE: Final = "tokens_per_block_override"
-_WINDOW: Final = "sliding_window_size"
-_SINKS: Final = "num_sink_tokens"
-_RATIO: Final = "initial_pool_ratio"
-_KEY_HASH: Final = "block_key_hash"
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 GPU_GRAIN: Final = 2 * MIB  # smallest physical chunk of a GPU; larger quotas use larger chunks, to keep their number bounded
@@ -55,11 +47,6 @@ _FLAGS: Final = (
 def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
     """Convert the field to an int from `low` to 2**63 - 1. Every integer type is accepted (numpy's too), bool is not."""
     setattr(record, field, at_least(given(record, field), f"{field}{owner}", low))
-
-
-def _check_flag(record: object, field: str) -> None:
-    """Raise ConfigError unless the field is True or False."""
-    flag(given(record, field), field)
 
 
 def _check_kind(record: object, field: str, kind: type, owner: str = "") -> None:
@@ -163,13 +150,13 @@ class DiskCacheTierConfig(CacheTierConfig):
 
     def validate(self) -> None:
         super().validate()
-        path: object = getattr(self, _PATH)
+        path = given(self, "path")
         if not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"path of DiskCacheTierConfig is {path!r}; it must be the path of an existing directory")
         self.path = str(path)
         if not os.path.isdir(self.path):
             raise ConfigError(f"path of DiskCacheTierConfig is {self.path!r}; it must be an existing directory")
-        checksum = given(self, _CHECKSUM)
+        checksum = given(self, "checksum")
         if checksum == "none":
             self.checksum = None
         elif checksum is not None and checksum != "xxh3":
@@ -194,13 +181,13 @@ class BufferConfig:
         self.validate()
 
     def validate(self) -> None:
-        role: object = getattr(self, _ROLE)
+        role = given(self, "role")
         if not isinstance(role, str):
             raise ConfigError(f'role of a buffer is {role!r}; it must be a string, such as "key"')
         owner = f" of buffer {role!r}"
         _check_whole(self, "size", 1, owner)
-        if getattr(self, _OVERRIDE) is not None:
-            _check_whole(self, _OVERRIDE, 1, owner)
+        if given(self, "tokens_per_block_override") is not None:
+            _check_whole(self, "tokens_per_block_override", 1, owner)
 
     def expansion(self, tokens_per_block: SupportsIndex) -> int:
         """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
@@ -251,26 +238,38 @@ class LayerConfig(ABC):
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
         """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
 
+    def parts(self) -> Sequence[LayerConfig]:
+        """The layer as one layer for each layer group that it belongs to. The first part has `buffers`."""
+        return (self,)
+
 
 @dataclass
 class AttentionLayerConfig(LayerConfig):
-    """A layer of full attention, or of sliding-window attention with optional sinks."""
+    """A layer of full attention, or of sliding-window attention with optional sinks.
+
+    A layer that is recurrent too has `states`. It belongs to two layer groups: that of its attention, and the recurrent one.
+    """
 
     sliding_window_size: int | None = None  # tokens that a query sees, itself included, sinks excluded; None: all
     num_sink_tokens: int | None = None  # first tokens, which every query sees; only with a window
+    states: Sequence[BufferConfig] = ()  # recurrent state, one per request; roles differ from those of `buffers`
 
     def validate(self) -> None:
         super().validate()
         owner = f" of layer {self.layer_id}"
-        if getattr(self, _WINDOW) is not None:
-            _check_whole(self, _WINDOW, 1, owner)
-        if getattr(self, _SINKS) is not None:
-            _check_whole(self, _SINKS, 0, owner)
+        if given(self, "sliding_window_size") is not None:
+            _check_whole(self, "sliding_window_size", 1, owner)
+        if given(self, "num_sink_tokens") is not None:
+            _check_whole(self, "num_sink_tokens", 0, owner)
             if self.num_sink_tokens != 0 and self.sliding_window_size is None:
                 raise ConfigError(
                     f"num_sink_tokens of layer {self.layer_id} is {self.num_sink_tokens} without a window; "
                     "set sliding_window_size, or omit the sinks: full attention sees every token anyway"
                 )
+        _check_list(self, "states", BufferConfig, owner)
+        for part in self.parts()[1:]:
+            for role in {buffer.role for buffer in self.buffers} & {state.role for state in part.buffers}:
+                raise ConfigError(f"layer {self.layer_id} has a buffer and a state of role {role!r}; roles must be unique")
 
     @property
     def window_size(self) -> int | None:
@@ -283,6 +282,11 @@ class AttentionLayerConfig(LayerConfig):
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
         length = at_least(tokens_per_block, "tokens_per_block", 1)
         return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // length)
+
+    def parts(self) -> Sequence[LayerConfig]:
+        if not self.states:
+            return (self,)
+        return dataclasses.replace(self, states=()), SsmLayerConfig(self.layer_id, self.states)
 
 
 @dataclass
@@ -413,7 +417,7 @@ class KVCacheManagerConfig:
         _check_whole(self, "reuse_match_backoff", 0)
         _check_whole(self, "miss_history", 0)
         for field in _FLAGS:
-            _check_flag(self, field)
+            flag(given(self, field), field)
         _check_list(self, "constraints", BatchDesc)
         _check_kind(self, "typical_step", BatchDesc)
         _check_kind(self, "swa_scratch_reuse", SwaScratchReuseConfig)
@@ -425,7 +429,7 @@ class KVCacheManagerConfig:
             self.swa_scratch_reuse.validate()
         self._validate_ratio()
         self._validate_rebalance()
-        if text(given(self, _KEY_HASH), _KEY_HASH) not in ("blake3", "sha256"):
+        if text(given(self, "block_key_hash"), "block_key_hash") not in ("blake3", "sha256"):
             raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
         for tier_config in self.cache_tiers:
             tier_config.check_use(self)
@@ -457,18 +461,18 @@ class KVCacheManagerConfig:
             seen.add(layer.layer_id)
             for buffer in layer.buffers:
                 buffer.expansion(self.tokens_per_block)  # refuses an override that does not divide
-            if isinstance(layer, SsmLayerConfig) and not self.commit_min_snapshot:
+            if isinstance(layer.parts()[-1], SsmLayerConfig) and not self.commit_min_snapshot:
                 raise ConfigError(
                     f"commit_min_snapshot is False, but layer {layer.layer_id} is an SSM layer; set commit_min_snapshot=True: "
                     "a recurrent state can be reused only at positions where a commit made a snapshot"
                 )
 
     def _validate_ratio(self) -> None:
-        value = given(self, _RATIO)
+        value = given(self, "initial_pool_ratio")
         if value is None:
             return
-        ratio = items_of(value, _RATIO, "one weight for each layer group")
-        num_groups = len({layer.group_key(self.tokens_per_block) for layer in self.layers})
+        ratio = items_of(value, "initial_pool_ratio", "one weight for each layer group")
+        num_groups = len({part.group_key(self.tokens_per_block) for layer in self.layers for part in layer.parts()})
         if len(ratio) != num_groups:
             raise ConfigError(
                 f"initial_pool_ratio length is {len(ratio)}; it must be {num_groups}, "

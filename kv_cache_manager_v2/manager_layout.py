@@ -103,14 +103,17 @@ class ManagerLayout:
 
     @property
     def layer_grouping(self) -> list[list[LayerId]]:
-        """Ids of the layers of each layer group."""
+        """Ids of the layers of each layer group. A layer with attention and a recurrent state is in two of them."""
         return [list(layers) for layers in self._layout.layers_of]
 
-    def get_layer_group_id(self, layer_id: SupportsIndex) -> LayerGroupId:
+    def get_layer_group_id(self, layer_id: SupportsIndex, data_role: DataRole | None = None) -> LayerGroupId:
         """The layer group of a layer. Layers with equal windows and sinks form one group, and have the same page indices.
 
-        Raises UnknownBufferError for an unknown layer.
+        A layer with attention and a recurrent state is in two groups: that of the buffer `data_role`, by default of its attention.
+        Raises UnknownBufferError for an unknown layer or role.
         """
+        if data_role is not None:
+            return LayerGroupId(self._place(layer_id, data_role).life_cycle)
         return LayerGroupId(self._layout.life_cycle_of_layer(whole(layer_id, "layer_id")))
 
     @property

@@ -334,6 +334,7 @@ class LayerInfo:
     repetitions: Mapping[str, int] = field(
         default_factory=dict
     )  # by role, for buffers that have blocks of their own; 1 for all others
+    states: Sequence[str] = ()  # roles of the recurrent state of a layer that has attention too
 
     def __post_init__(self) -> None:
         arguments.flag(arguments.given(self, "recurrent"), "recurrent")
@@ -344,6 +345,8 @@ class LayerInfo:
         for role, count in arguments.mapping(arguments.given(self, "repetitions"), "repetitions", "roles to numbers").items():
             repetitions[arguments.text(role, "a role of repetitions")] = arguments.at_least(count, "repetitions", 1)
         object.__setattr__(self, "repetitions", repetitions)
+        states = arguments.items_of(arguments.given(self, "states"), "states", "roles")
+        object.__setattr__(self, "states", tuple([arguments.text(role, "a role of states") for role in states]))
 
 
 def build_page_table(
@@ -381,12 +384,11 @@ def build_page_table(
     owner: dict[int, int] = {}
     for group in groups:
         for layer in group.local_layers:
-            if layer.global_id in owner:
+            if owner.setdefault(layer.global_id, layer.local_id) != layer.local_id:
                 raise ConfigError(
                     f"layers {owner[layer.global_id]} and {layer.local_id} both have the global id {layer.global_id}; "
                     "global ids must be unique"
                 )
-            owner[layer.global_id] = layer.local_id
     pools = [
         PhysicalPoolGroup(tuple([PhysicalPool(pool.base_address, pool.slot_bytes, desc.num_slots) for pool in desc.pools]))
         for desc in given
@@ -398,6 +400,7 @@ def _build_group(
     position: int, pools: Sequence[PoolDesc], variant: SlotDescVariant, layers: Mapping[LayerId, LayerInfo], head_order: str
 ) -> LayerGroup:
     local: dict[LayerId, LayerInfo] = {}
+    recurrent = False
     views: list[PoolView] = []
     for pool, coalesced in zip(pools, variant.coalesced_buffers, strict=True):
         entries: list[BufferEntry] = []
@@ -407,6 +410,7 @@ def _build_group(
             if info is None:
                 raise ConfigError(f"`layers` has no entry for layer {layer}; it has {sorted(layers)}")
             local[layer] = info
+            recurrent = info.recurrent or role in info.states
             size = coalesced.single_buffer_size
             entries.append(BufferEntry(layer, role, offset, size, info.repetitions.get(role, 1)))
             offset += size
@@ -414,12 +418,17 @@ def _build_group(
     first = local[min(local)]
     return LayerGroup(
         position,
-        first.recurrent,
-        first.window,
+        recurrent,
+        None if recurrent else first.window,
         head_order,
-        tuple([LocalLayer(layer, local[layer].global_id, local[layer].kv_heads) for layer in sorted(local)]),
+        tuple([_local_layer(layer, local[layer], recurrent) for layer in sorted(local)]),
         tuple(views),
     )
+
+
+def _local_layer(layer: LayerId, info: LayerInfo, recurrent: bool) -> LocalLayer:
+    """The layer as a group has it. Heads of attention say nothing about the state of the same layer."""
+    return LocalLayer(layer, info.global_id, 0 if recurrent and not info.recurrent else info.kv_heads)
 
 
 def page_table_of(
@@ -448,7 +457,8 @@ def page_table_of(
         if number is None:
             raise ConfigError(f"global_ids has no entry for layer {layer.layer_id}; it needs one for every layer")
         repetitions = {str(buffer.role): buffer.expansion(config.tokens_per_block) for buffer in layer.buffers}
-        layers[layer.layer_id] = LayerInfo(number, 0 if recurrent else heads, layer.window_size, recurrent, repetitions)
+        states = [str(buffer.role) for part in layer.parts()[1:] for buffer in part.buffers]
+        layers[layer.layer_id] = LayerInfo(number, 0 if recurrent else heads, layer.window_size, recurrent, repetitions, states)
     return build_page_table(owner.pool_group_descs, config.tokens_per_block, layers, tensor_rank, tensor_size, head_order)
 
 

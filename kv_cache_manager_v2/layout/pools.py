@@ -27,6 +27,9 @@ all this with addresses: each `PoolGroupDesc` has num_slots, its pools with base
 
 A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) occurs `expansion` times in a slot; its size here includes
 all of them.
+
+A layer that is attention and recurrent at once (`AttentionLayerConfig.states`) has a part in each of two layer groups. Only this
+file knows: elsewhere a buffer is named by layer and role, and its life cycle follows from that.
 """
 
 from __future__ import annotations
@@ -152,7 +155,7 @@ class StorageLayout:
         self.index_span: list[int] = []  # the most page indices of one slot, over all buffers
         self.layer_ids: list[LayerId] = []  # in the configuration's order
         self.all_buffer_ids: list[BufferId] = []  # in the configuration's order
-        self.layers_of: list[list[LayerId]] = [[] for _lc in life_cycles]  # by life cycle
+        self.layers_of: list[list[LayerId]] = [[] for _lc in life_cycles]  # by life cycle; a layer may be in two of them
         self.sink_tokens: list[int] = [0] * len(life_cycles)  # by life cycle: first tokens that queries of its layers always see
         self._frac_max: list[tuple[int, int]] = []  # by life cycle
         self._life_cycle_of: dict[LayerId, LifeCycleId] = {}
@@ -180,7 +183,7 @@ class StorageLayout:
         return ceil_div(num_blocks * numerator, denominator)
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """The life cycle of a layer. Raises UnknownBufferError for a layer that is not configured."""
+        """The life cycle of a layer, of its attention if it has two. Raises UnknownBufferError for an unknown layer."""
         life_cycle = self._life_cycle_of.get(layer)
         if life_cycle is None:
             raise UnknownBufferError(f"layer {layer} is not configured; the layers are {self.layer_ids}")
@@ -232,19 +235,19 @@ class _Coalescing:
         return self.size * len(self.buffers)
 
 
-def _make_life_cycles(config: KVCacheManagerConfig) -> tuple[list[LifeCycle], list[LifeCycleId]]:
-    """Life cycles in first-seen order, and that of each layer."""
+def _make_life_cycles(tokens_per_block: int, parts: list[LayerConfig]) -> tuple[list[LifeCycle], list[LifeCycleId]]:
+    """Life cycles in first-seen order, and that of each part of a layer."""
     ids: dict[tuple[object, ...], LifeCycleId] = {}
     life_cycles: list[LifeCycle] = []
-    of_layer: list[LifeCycleId] = []
-    for layer in config.layers:
-        key = layer.group_key(config.tokens_per_block)
+    of_part: list[LifeCycleId] = []
+    for part in parts:
+        key = part.group_key(tokens_per_block)
         if key not in ids:
             index = LifeCycleId(len(life_cycles))
             ids[key] = index
-            life_cycles.append(make_life_cycle(index, config.tokens_per_block, layer))
-        of_layer.append(ids[key])
-    return life_cycles, of_layer
+            life_cycles.append(make_life_cycle(index, tokens_per_block, part))
+        of_part.append(ids[key])
+    return life_cycles, of_part
 
 
 def _coalesce(layers: list[LayerConfig], tokens_per_block: int) -> list[_Coalescing]:
@@ -283,24 +286,26 @@ def _utilisation(coalescing: _Coalescing) -> dict[LayerId, int]:
 def build_layout(config: KVCacheManagerConfig) -> StorageLayout:
     """Compute the division of a model's memory. O(buffers). Raises ConfigError for an invalid configuration."""
     config.validate()
-    life_cycles, of_layer = _make_life_cycles(config)
+    parts = [part for layer in config.layers for part in layer.parts()]
+    life_cycles, of_part = _make_life_cycles(config.tokens_per_block, parts)
     scratch = config.swa_scratch_reuse
     layout = StorageLayout(config.tokens_per_block, life_cycles, None if scratch is None else scratch.max_rewind_len)
-    layers: list[list[LayerConfig]] = [[] for _lc in life_cycles]
-    for layer, life_cycle in zip(config.layers, of_layer, strict=True):
-        layers[life_cycle].append(layer)
-        layout.layer_ids.append(layer.layer_id)
-        layout.layers_of[life_cycle].append(layer.layer_id)
-        layout.sink_tokens[life_cycle] = max(layout.sink_tokens[life_cycle], layer.sink_size)
-        layout._life_cycle_of[layer.layer_id] = life_cycle
-        for buffer in layer.buffers:
-            layout.all_buffer_ids.append(BufferId(layer.layer_id, buffer.role))
+    parts_of: list[list[LayerConfig]] = [[] for _lc in life_cycles]
+    for part, life_cycle in zip(parts, of_part, strict=True):
+        parts_of[life_cycle].append(part)
+        if part.layer_id not in layout._life_cycle_of:
+            layout.layer_ids.append(part.layer_id)
+            layout._life_cycle_of[part.layer_id] = life_cycle
+        layout.layers_of[life_cycle].append(part.layer_id)
+        layout.sink_tokens[life_cycle] = max(layout.sink_tokens[life_cycle], part.sink_size)
+        for buffer in part.buffers:
+            layout.all_buffer_ids.append(BufferId(part.layer_id, buffer.role))
     groups: dict[tuple[int, ...], PoolGroupId] = {}
     variants: list[list[SlotDescVariant]] = []
     for cycle in life_cycles:
         if not cycle.is_attention:
             layout.ssm = cycle
-        pools = _coalesce(layers[cycle.index], config.tokens_per_block)
+        pools = _coalesce(parts_of[cycle.index], config.tokens_per_block)
         sizes = tuple([coalescing.total() for coalescing in pools])
         if sizes not in groups:
             groups[sizes] = PoolGroupId(len(groups))

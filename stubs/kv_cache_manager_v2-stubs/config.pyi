@@ -114,12 +114,19 @@ class LayerConfig(ABC):
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
         """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
 
+    def parts(self) -> Sequence[LayerConfig]:
+        """The layer as one layer for each layer group that it belongs to. The first part has `buffers`."""
+
 @dataclass
 class AttentionLayerConfig(LayerConfig):
-    """A layer of full attention, or of sliding-window attention with optional sinks."""
+    """A layer of full attention, or of sliding-window attention with optional sinks.
+
+    A layer that is recurrent too has `states`. It belongs to two layer groups: that of its attention, and the recurrent one.
+    """
 
     sliding_window_size: int | None = None
     num_sink_tokens: int | None = None
+    states: Sequence[BufferConfig] = ()
 
     def validate(self) -> None: ...
     @property
@@ -127,6 +134,7 @@ class AttentionLayerConfig(LayerConfig):
     @property
     def sink_size(self) -> int: ...
     def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
+    def parts(self) -> Sequence[LayerConfig]: ...
 
 @dataclass
 class SsmLayerConfig(LayerConfig):

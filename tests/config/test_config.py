@@ -27,7 +27,7 @@ from kv_cache_manager_v2.config import (
 )
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
-from tests.support.models import MIB, attention, buffers, model, ssm
+from tests.support.models import MIB, attention, both, buffers, model, ssm
 
 
 def test_defaults() -> None:
@@ -274,6 +274,9 @@ def test_bad_settings(field: str, value: object) -> None:
         (lambda: attention(0, 64, sink=4), "without a window"),
         (lambda: AttentionLayerConfig(LayerId(0), buffers(1) + buffers(2)), "two buffers of role 'key'"),
         (lambda: SsmLayerConfig(LayerId(0), buffers(1) + buffers(2)), "two buffers of role 'key'"),
+        (lambda: AttentionLayerConfig(LayerId(0), buffers(1), states=buffers(1)), "a buffer and a state of role 'key'"),
+        (lambda: AttentionLayerConfig(LayerId(0), buffers(1), states="s"), "states of layer 0 is 's'"),  # type: ignore[arg-type]
+        (lambda: model([both(0, [64], [64])], min_snapshot=False), "commit_min_snapshot is False, but layer 0"),
         (lambda: SsmLayerConfig(LayerId(0), buffers(1, override=8)), "a state does not consist of blocks"),
         (lambda: KVCacheDesc(4, 5), "must not exceed the capacity"),
         (lambda: KVCacheDesc(-1, 0), "capacity of KVCacheDesc is -1"),

@@ -46,6 +46,7 @@ class Split:
     scales: bool = True
     override: int | None = None  # tokens in the blocks of the scales' own
     recurrent: int | None = None  # a layer that is recurrent
+    both: int | None = None  # a layer that is attention and recurrent
 
 
 def windowed(layer: int) -> int | None:
@@ -54,14 +55,15 @@ def windowed(layer: int) -> int | None:
 
 
 def layer_config(layer: int, split: Split) -> LayerConfig:
+    states = [BufferConfig(DataRole("state"), 8192), BufferConfig(DataRole("conv"), 1024)]
     if layer == split.recurrent:
-        return SsmLayerConfig(LayerId(layer), [BufferConfig(DataRole("state"), 8192), BufferConfig(DataRole("conv"), 1024)])
+        return SsmLayerConfig(LayerId(layer), states)
     heads = HEADS // split.tensor
     buffers = [BufferConfig(DataRole(role), SIZE * heads * HEAD_BYTES[role]) for role in ("key", "value")]
     if split.scales:
         own = split.override or SIZE
         buffers.append(BufferConfig(DataRole("key_scale"), own * heads * HEAD_BYTES["key_scale"], split.override))
-    return AttentionLayerConfig(LayerId(layer), buffers, windowed(layer))
+    return AttentionLayerConfig(LayerId(layer), buffers, windowed(layer), states=states if layer == split.both else ())
 
 
 class Rank:
@@ -77,7 +79,7 @@ class Rank:
             [GpuCacheTierConfig(2 * MIB)],
             [layer_config(layer, split) for layer in self.layers],
             max_util_for_resume=1.0,
-            commit_min_snapshot=split.recurrent in self.layers,
+            commit_min_snapshot=split.recurrent in self.layers or split.both in self.layers,
         )
         self.manager = KVCacheManager(config, driver=driver)
         self.table: KVCachePageTable = page_table_of(

@@ -118,6 +118,11 @@ def test_recurrent_layers_move_whole() -> None:
     run(Split(((0, 1, 2, 3, 4),), 1, TOKENS_FIRST, recurrent=4), Split(((0, 1), (2, 3, 4)), 1, TOKENS_FIRST, recurrent=4), 2, False)
 
 
+def test_both_parts_of_a_layer_move() -> None:
+    """A layer with attention and a recurrent state: pages in its attention's group, the state in the recurrent one."""
+    run(Split(WHOLE, 1, TOKENS_FIRST, both=3), Split(HALVES, 1, TOKENS_FIRST, both=3), 2, False)
+
+
 class Tables:
     """Tables of ranks that exist only for the test."""
 

@@ -34,6 +34,7 @@ from tests.support.models import KIB, attention, model, ssm
 from tests.support.rig import Rig, toks
 
 HYBRID = Split(((0, 1, 2, 3, 4),), 1, TOKENS_FIRST, recurrent=4)
+BOTH = Split(((0, 1, 2, 3),), 1, TOKENS_FIRST, both=1)
 
 
 def rank(split: Split = HYBRID) -> Rank:
@@ -45,9 +46,10 @@ def done(of: Rank) -> None:
     of.driver.close()
 
 
-def test_every_buffer_has_the_address_that_the_manager_gives() -> None:
+@pytest.mark.parametrize("split", [HYBRID, BOTH])
+def test_every_buffer_has_the_address_that_the_manager_gives(split: Split) -> None:
     """Base address, offset, slot size and size of each buffer, as the manager's own answers say; each buffer once."""
-    one = rank()
+    one = rank(split)
     seen = []
     for index, group in enumerate(one.table.layer_groups):
         for view in group.pool_views:
@@ -59,7 +61,7 @@ def test_every_buffer_has_the_address_that_the_manager_gives() -> None:
                 role = DataRole(entry.role)
                 assert pool.base_address + entry.offset == one.manager.get_mem_pool_base_address(layer, role, PageIndexMode.SHARED)
                 assert entry.size == one.manager.get_page_stride(layer, role)
-                assert one.manager.get_layer_group_id(layer) == index
+                assert one.manager.get_layer_group_id(layer, role) == index
                 seen.append((layer, role))
     assert sorted(seen) == sorted(one.manager.all_buffer_ids)
     assert [len(group.pools) for group in one.table.pool_groups] == [len(desc.pools) for desc in one.manager.pool_group_descs]
@@ -87,7 +89,19 @@ def test_groups_say_what_their_layers_are() -> None:
     done(one)
 
 
-@pytest.mark.parametrize("split", [HYBRID, Split(((0, 1),), 2, HEADS_FIRST, override=2)])
+def test_a_layer_with_a_state_is_in_two_groups() -> None:
+    """Its heads and its window are those of its attention."""
+    one = rank(BOTH)
+    window, recurrent = one.table.layer_groups[1:]
+    assert (window.recurrent, window.sliding_window_size, window.kv_head_num_per_rank) == (False, 8, HEADS)
+    assert (recurrent.recurrent, recurrent.sliding_window_size, recurrent.kv_head_num_per_rank) == (True, None, 0)
+    assert [layer.global_id for layer in window.local_layers] == [1, 3]
+    assert [layer.global_id for layer in recurrent.local_layers] == [1]
+    assert [section.role for section in one.table.state_sections(2)] == ["state", "conv"]
+    done(one)
+
+
+@pytest.mark.parametrize("split", [HYBRID, BOTH, Split(((0, 1),), 2, HEADS_FIRST, override=2)])
 def test_dictionaries_go_round(split: Split) -> None:
     """to_dict is good for JSON, sorted and plain; from_dict gives an equal table."""
     one = rank(split)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kv_cache_manager_v2 import (
     BAD_PAGE_INDEX,
     BeamIndex,
+    BufferConfig,
     EmulatedDriver,
     KVCache,
     KVCacheManager,
@@ -29,6 +30,7 @@ from kv_cache_manager_v2 import (
     PageIndexMode,
     SsmLayerConfig,
 )
+from kv_cache_manager_v2.config import LayerConfig
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.layout.page_index import PageIndexConverter
@@ -58,13 +60,20 @@ def words_of(tokens: Sequence[Token]) -> Words:
 class Plane:
     """One buffer of one layer: where its pages lie, and how a token looks in it."""
 
-    def __init__(self, manager: KVCacheManager, config: KVCacheManagerConfig, layer_number: int, number: int, mode: PageIndexMode):
-        layer = config.layers[layer_number]
-        buffer = layer.buffers[number]
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: KVCacheManagerConfig,
+        layer: LayerConfig,
+        buffer: BufferConfig,
+        number: int,
+        mode: PageIndexMode,
+    ):
+        """`layer` is a part of a layer, and `number` the position of the buffer among those of the whole layer."""
         self.layer_id = layer.layer_id
         self.number = number
         self.role = buffer.role
-        self.group: LayerGroupId = manager.get_layer_group_id(layer.layer_id)
+        self.group: LayerGroupId = manager.get_layer_group_id(layer.layer_id, buffer.role)
         self.recurrent = isinstance(layer, SsmLayerConfig)
         self.mode = mode
         self.tokens_per_page = 1 if self.recurrent else buffer.tokens_per_block_override or config.tokens_per_block
@@ -158,9 +167,9 @@ class Engine:
         self.tokens_per_block = config.tokens_per_block
         self._slots = self._num_slots()
         self.planes = [
-            Plane(manager, config, layer, number, mode)
-            for layer in range(len(config.layers))
-            for number in range(len(config.layers[layer].buffers))
+            Plane(manager, config, part, buffer, number, mode)
+            for layer in config.layers
+            for number, (part, buffer) in enumerate([(part, buffer) for part in layer.parts() for buffer in part.buffers])
         ]
         self.errors: list[tuple[Hashable, str]] = []  # (id of the cache, what was wrong)
         self.tokens_checked = 0  # (token, buffer) pairs compared, so that a test can see that anything was

@@ -39,6 +39,12 @@ def ssm(layer: int, *sizes: int) -> SsmLayerConfig:
     return SsmLayerConfig(LayerId(layer), buffers(*sizes))
 
 
+def both(layer: int, sizes: Sequence[int], state_sizes: Sequence[int], window: int | None = None) -> AttentionLayerConfig:
+    """A layer with attention, and with states named state0, state1, ..."""
+    states = [BufferConfig(DataRole(f"state{number}"), size) for number, size in enumerate(state_sizes)]
+    return AttentionLayerConfig(LayerId(layer), buffers(*sizes), window, states=states)
+
+
 def buffers(*sizes: int, override: int | None = None) -> list[BufferConfig]:
     """Buffers named key, value, key_scale, value_scale, b4, b5, ..."""
     names = ["key", "value", "key_scale", "value_scale"] + [f"b{number}" for number in range(4, len(sizes))]
@@ -158,7 +164,7 @@ def model(
     strict_quota: bool = False,
 ) -> KVCacheManagerConfig:
     if min_snapshot is None:
-        min_snapshot = any(isinstance(layer, SsmLayerConfig) for layer in layers)
+        min_snapshot = any(isinstance(layer.parts()[-1], SsmLayerConfig) for layer in layers)
     return KVCacheManagerConfig(
         tokens_per_block,
         [GpuCacheTierConfig(gpu), *colder] if tiers is None else list(tiers),

@@ -158,6 +158,7 @@ class LayerInfo:
     window: int | None = None
     recurrent: bool = False
     repetitions: Mapping[str, int] = ...
+    states: Sequence[str] = ()
 
 def build_page_table(
     descs: Sequence[PoolGroupDesc],

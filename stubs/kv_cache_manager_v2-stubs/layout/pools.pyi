@@ -27,6 +27,9 @@ all this with addresses: each `PoolGroupDesc` has num_slots, its pools with base
 
 A buffer whose kernel uses smaller blocks (`tokens_per_block_override`) occurs `expansion` times in a slot; its size here includes
 all of them.
+
+A layer that is attention and recurrent at once (`AttentionLayerConfig.states`) has a part in each of two layer groups. Only this
+file knows: elsewhere a buffer is named by layer and role, and its life cycle follows from that.
 """
 
 from dataclasses import dataclass
@@ -144,7 +147,7 @@ class StorageLayout:
         """The number of slots that this many scratch blocks share."""
 
     def life_cycle_of_layer(self, layer: LayerId) -> LifeCycleId:
-        """The life cycle of a layer. Raises UnknownBufferError for a layer that is not configured."""
+        """The life cycle of a layer, of its attention if it has two. Raises UnknownBufferError for an unknown layer."""
 
     def place(self, layer: LayerId, role: DataRole) -> BufferPlace:
         """The position of a buffer. Raises UnknownBufferError for a layer or role that is not configured."""
