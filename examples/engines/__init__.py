@@ -1,0 +1,1 @@
+"""Cache managers of other engines over kv_cache_manager_v2."""
