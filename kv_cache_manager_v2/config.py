@@ -33,6 +33,7 @@ _FLAGS: Final = (
     "enable_partial_reuse",
     "allow_seq_rebasing",
     "commit_min_snapshot",
+    "snapshot_at_block_ends",
     "enable_stats",
     "commit_stats_on_close",
     "text_only",
@@ -387,6 +388,7 @@ class KVCacheManagerConfig:
     miss_history: int = 0  # latest drops to record for `explain_miss`; each costs the computation of a block key
     allow_seq_rebasing: bool = True  # a commit may exchange a request's page for that of an identical cached block
     commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
+    snapshot_at_block_ends: bool = False  # with commit_min_snapshot: a commit that ends inside a block makes no snapshot
 
     def __post_init__(self) -> None:
         self.validate()

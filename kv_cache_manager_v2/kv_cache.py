@@ -269,6 +269,7 @@ class KVCache(PageIndexViews):
         tokens: Tokens | None = None,
     ) -> None:
         """Append final tokens. Blocks that become full can be reused at once. The history becomes at least the committed length.
+        With `commit_min_snapshot` it must not be beyond that, and the recurrent state is copied, as a snapshot of that length.
 
         Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
         `beam_search_indices` names the beam of each token (default 0); all tokens of a block must come from one beam. With
@@ -299,6 +300,18 @@ class KVCache(PageIndexViews):
         """
         state = self._state
         batch.commit_ahead(state, pack(input_tokens, state.text_only))
+
+    def prefill_end(self, prompt_length: SupportsIndex) -> int:
+        """The position, in tokens, up to which the next prefill chunk may go, so that the same prompt can reuse it later.
+
+        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed, until
+        that much is committed. Then, and without snapshots, it is the end of the prompt. Commit each chunk. O(1).
+        """
+        length = at_least(prompt_length, "prompt_length", 0)
+        shared = self._shared
+        usable = max(0, length - 1 - shared.backoff)
+        boundary = usable - usable % shared.tokens_per_block
+        return boundary if shared.commit_min_snapshot and boundary > self._state.committed else length
 
     def stop_committing(self) -> None:
         """Make the committed part of the last block reusable. No token can be committed afterwards. Idempotent.

@@ -78,7 +78,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
     size = request.tokens_per_block
     after = request.committed + tokens.num_tokens
     history = max(request.history, after)
-    snapshots = request.shared.commit_min_snapshot and not is_end
+    snapshots = request.shared.commit_min_snapshot and not is_end and request.makes_snapshot(after)
     priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state; the callback is called before anything changes
     if snapshots and request.recurrent is not None:
         priority = request.page_priority((after - 1) // size, request.recurrent.life_cycle)

@@ -59,6 +59,8 @@ class ManagerState:
         self.debug = debug  # audit every structure after every public call
         self.max_util_for_resume: float = config.max_util_for_resume
         self.commit_min_snapshot: bool = config.commit_min_snapshot
+        self.snapshot_at_block_ends: bool = config.snapshot_at_block_ends
+        self.backoff: int = config.reuse_match_backoff
         self.adopts: bool = config.allow_seq_rebasing
         self.tokens_per_block: int = layout.tokens_per_block
         self.life_cycles: list[LifeCycle] = layout.life_cycles

@@ -300,7 +300,7 @@ class Request:
         return True
 
     def takes_one(self, token: int) -> bool:
-        """Whether `commit_one` can commit this id: no beams, no snapshots, no transfers in flight, and no error to report."""
+        """Whether `commit_one` can commit this id: no beams, no snapshot, no transfers in flight, and no error to report."""
         return (
             self.status == ACTIVE
             and 0 <= token < TOKEN_ID_LIMIT
@@ -309,8 +309,12 @@ class Request:
             and self.commit_allowed
             and self.loads is None
             and not self.lost
-            and not self.shared.commit_min_snapshot
+            and (not self.shared.commit_min_snapshot or not self.makes_snapshot(self.committed + 1))
         )
+
+    def makes_snapshot(self, committed: int) -> bool:
+        """Whether a commit up to this length, with `commit_min_snapshot`, has to make a snapshot, or has to be refused."""
+        return not self.shared.snapshot_at_block_ends or committed % self.tokens_per_block == 0 or committed < self.history
 
     # --- beams: install
 

@@ -198,6 +198,7 @@ class KVCacheManagerConfig:
     miss_history: int = 0
     allow_seq_rebasing: bool = True
     commit_stats_on_close: bool = False
+    snapshot_at_block_ends: bool = False
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...

@@ -163,6 +163,7 @@ class KVCache(PageIndexViews):
         tokens: Tokens | None = None,
     ) -> None:
         """Append final tokens. Blocks that become full can be reused at once. The history becomes at least the committed length.
+        With `commit_min_snapshot` it must not be beyond that, and the recurrent state is copied, as a snapshot of that length.
 
         Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
         `beam_search_indices` names the beam of each token (default 0); all tokens of a block must come from one beam. With
@@ -180,6 +181,13 @@ class KVCache(PageIndexViews):
         cover: the blocks leave the tree, `num_committed_tokens` becomes the history, and caches that matched them can only be
         closed. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, with several beams or `commit_min_snapshot`,
         ConfigError for invalid tokens or tokens beyond the capacity.
+        """
+
+    def prefill_end(self, prompt_length: SupportsIndex) -> int:
+        """The position, in tokens, up to which the next prefill chunk may go, so that the same prompt can reuse it later.
+
+        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed, until
+        that much is committed. Then, and without snapshots, it is the end of the prompt. Commit each chunk. O(1).
         """
 
     def stop_committing(self) -> None:

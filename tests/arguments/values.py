@@ -67,6 +67,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "id": always(5),
     "custom_priority_callback": always(lambda ordinal, life_cycle: 35),
     "expected_prompt_length": always(12),
+    "prompt_length": always(12),
     "text_only": always(False),
     "enable_request_stats": always(True),
     "block_keys": always([bytes(32)]),

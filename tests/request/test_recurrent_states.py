@@ -5,9 +5,11 @@ Unless said otherwise: 32 tokens a block, a full layer and a recurrent one.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from kv_cache_manager_v2 import LogicError
+from kv_cache_manager_v2 import LogicError, commit_batch
 from tests.support import inside
 from tests.support.engine import Token
 from tests.support.models import KIB, MIB, attention, hybrid, model, ssm
@@ -210,3 +212,63 @@ def test_a_commit_behind_the_history_is_refused() -> None:
         with pytest.raises(LogicError, match="must not exceed 4"):
             request.cache.commit(toks(0, 4))
         request.cache.commit(toks(0, 8))
+
+
+@pytest.mark.parametrize("at_block_ends", [False, True])
+@pytest.mark.parametrize(
+    ("length", "backoff", "reused"), [(97, 0, 96), (96, 0, 64), (80, 0, 64), (97, 3, 64), (20, 0, 0), (1, 0, 0)]
+)
+def test_a_prompt_whose_last_token_must_be_computed_hits(length: int, backoff: int, reused: int, at_block_ends: bool) -> None:
+    """Its prefill stops once at a block boundary; the same prompt, with another answer, then reuses all that comes before."""
+    config = hybrid(8, 16, tokens_per_block=32, backoff=backoff, kinds=("full", (40, 0)))
+    with Rig(dataclasses.replace(config, snapshot_at_block_ends=at_block_ends)) as rig:
+        prompt = toks(0, length)
+        first = rig.start(prompt[:-1])
+        steps = 0
+        while len(first.tokens) < length:
+            done = len(first.tokens)
+            assert first.advance(prompt[done : min(done + 1000, first.cache.prefill_end(length))])
+            steps += 1
+        assert steps == (2 if reused else 1)
+        first.close()
+        second = rig.start(prompt[:-1])
+        assert len(second.tokens) == reused
+        assert second.cache.prefill_end(length) == length
+        assert second.advance(prompt[reused:])
+        assert second.advance(other(0, 3))
+        second.check()
+
+
+def test_without_snapshots_a_prefill_need_not_stop() -> None:
+    """Any prefix can be reused then."""
+    with Rig(model([attention(0, 8 * KIB)], gpu=8 * MIB), engine=False) as rig:
+        assert rig.start().cache.prefill_end(100) == 100
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_snapshots_at_block_ends_only(one_by_one: bool) -> None:
+    """A decode step copies no state unless it fills a block: what is cached is a whole number of blocks."""
+    config = dataclasses.replace(hybrid(8, 16, kinds=("full", (6, 0))), snapshot_at_block_ends=True)
+    with Rig(config, "random", 4) as rig:
+        request = rig.start()
+        copies = []
+        for position in range(13):
+            assert request.cache.resize(position + 1, position if one_by_one else None)
+            request.write(toks(position, position + 1))
+            if one_by_one:
+                request.cache.commit([position])
+            else:
+                commit_batch([request.cache], [position])
+            assert request.cache.num_committed_tokens == request.cache.history_length == position + 1
+            copies.append(rig.manager.movement.pages_moved(0, 0))
+            assert rig.probe(toks(0, position + 1)) == (position + 1) // 4 * 4
+        assert copies == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+        request.check()
+        assert request.advance(toks(13, 14), commit=False)
+        assert request.advance(toks(14, 15), commit=False)
+        with pytest.raises(LogicError, match="must not exceed 14"):
+            request.cache.commit([13])
+        request.close()
+        again = rig.start(toks(0, 15))
+        assert len(again.tokens) == 12
+        again.check()
