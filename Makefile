@@ -1,7 +1,7 @@
 # Everything is made from here; every target sets up what it needs in the project's own virtual environment (.venv).
 #
 #   PYTHON=python3.12 make test     which interpreter the environment is made from
-#   WITH_TORCH=1 make test          also install torch (CPU is enough) and run the tests that need it
+#   WITH_TORCH=1 make test          also install torch (CPU is enough) and transformers, and run the tests that need them
 #   KVCM_OPT=1 make test-compiled   compile faster; the wheel of `make compile` is meant to be built with 3
 #   SOAK=2000000 SEED=7 make soak   operations of the simulation on each build, and its first seed (default: another one each day)
 #   OPS=200000 EVERY=100 STREAMS=50000 make hunt    a shorter hunt: operations, every so many refused calls, requests
@@ -24,7 +24,7 @@ BENCH ?=
 AB ?=
 PEERS ?= ../shared/peers
 WITH_TORCH ?=
-TORCH := torch==2.13.0
+TORCH := torch==2.13.0 transformers==5.24.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,6 +64,12 @@ test-pure: $(ENV) $(PURE)  ## the suite on the interpreted build
 .PHONY: test-compiled
 test-compiled: $(ENV) $(COMPILED)  ## the suite on the compiled build
 	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/pytest --expect-build=compiled $(PYTEST)
+
+.PHONY: test-engines
+test-engines: $(ENV) $(VENV)/stamp-torch $(COMPILED)  ## every model family of transformers over our pages, on both builds
+	for build in interpreted compiled; do \
+	    KVCM_FAMILIES=all $(ON) $(BIN)/pytest $(PYTEST) tests/extras/transformers || exit 1; \
+	done
 
 .PHONY: test-versions
 test-versions: $(ENV)  ## the suite on both builds, and a wheel in dist/, under every CPython from 3.10 on that is installed (half an hour)
@@ -173,7 +179,7 @@ $(VENV)/stamp: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/stamp-torch: $(VENV)/stamp
-	$(PIP) install '$(TORCH)'
+	$(PIP) install $(TORCH)
 	touch $@
 
 $(VENV)/stamp-bench: $(VENV)/stamp

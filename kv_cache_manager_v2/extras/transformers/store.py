@@ -1,0 +1,276 @@
+"""The keys, values and states of one transformers model, in one manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from kv_cache_manager_v2.config import (
+    CacheTierConfig,
+    DiskCacheTierConfig,
+    GpuCacheTierConfig,
+    HostCacheTierConfig,
+    KVCacheManagerConfig,
+)
+from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.emulated.driver import EmulatedDriver
+from kv_cache_manager_v2.errors import ConfigError, OutOfPagesError
+from kv_cache_manager_v2.extras.cuda import CudaDriver
+from kv_cache_manager_v2.extras.transformers.cache import PagedCache
+from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, layer_configs, learn_layers
+from kv_cache_manager_v2.ids import Stream
+from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.make_room import SuspendCheapest
+from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.reuse.keys import ScopeLike
+from kv_cache_manager_v2.step import Step
+from kv_cache_manager_v2.storage.planner import Shortage
+
+Disk: TypeAlias = tuple[str, int]  # an existing directory, and bytes in it
+Configure: TypeAlias = Callable[[KVCacheManagerConfig], KVCacheManagerConfig]
+
+
+def make_tiers(gpu_bytes: int, host_bytes: int, disk: Disk | None) -> list[CacheTierConfig]:
+    """The memory of a manager, warm to cold. Bytes of 0 and None leave a tier out."""
+    tiers: list[CacheTierConfig] = [GpuCacheTierConfig(gpu_bytes)]
+    if host_bytes:
+        tiers.append(HostCacheTierConfig(host_bytes))
+    if disk is not None:
+        tiers.append(DiskCacheTierConfig(disk[1], disk[0]))
+    return tiers
+
+
+def driver_of(device: torch.device) -> Driver:
+    """A driver of the device on which a model is: a GPU, or for a model on the CPU the emulated device."""
+    if device.type == "cpu":
+        return EmulatedDriver()
+    if device.type == "cuda":
+        return CudaDriver(device.index or 0)
+    raise ConfigError(f"the model is on {device}; pages can be on a CUDA device, or with a model on the CPU on the emulated device")
+
+
+class SuspendIdle(SuspendCheapest):
+    """Suspends open caches other than the one whose forward pass begins: those whose pages are cheapest to bring back."""
+
+    def __init__(self, store: PagedStore) -> None:
+        super().__init__()
+        self.store: Final = store
+        self.asking: PagedCache | None = None
+
+    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
+        self.also = [row.kv for cache in self.store.caches if cache is not self.asking for row in cache.rows]
+        return super().make_room(asking, shortage, ())
+
+
+class PagedStore:
+    """The cache of one model: pages on the GPU, in host memory and on disk, which sequences with a common prefix share.
+
+    `gpu_bytes`, `host_bytes` and `disk`, a directory and bytes in it, are the memory of the pages. What each layer keeps is learnt
+    from the model. `snapshot_every` is the number of generated tokens between two states of recurrent layers that can be reused; 0:
+    only those after each prefill and at the end. `configure` may change any other setting of the manager. Without `driver`, pages
+    are on the model's GPU, or in host memory for a model on the CPU. A store is used by one thread at a time.
+
+    Raises ConfigError for a model whose layers keep something else than keys, values and recurrent states, or on several devices.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        gpu_bytes: int,
+        host_bytes: int = 0,
+        disk: Disk | None = None,
+        tokens_per_block: int = 16,
+        snapshot_every: int = 0,
+        configure: Configure | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self.model: Final = model
+        self.snapshot_every: Final = snapshot_every
+        plans = learn_layers(model)
+        self.is_recurrent: Final = any(plan.states for plan in plans)
+        self.has_attention: Final = any(plan.attention for plan in plans)
+        config = KVCacheManagerConfig(
+            tokens_per_block,
+            make_tiers(gpu_bytes, host_bytes, disk),
+            layer_configs(plans, tokens_per_block),
+            max_util_for_resume=1.0,
+            commit_min_snapshot=self.is_recurrent,
+            commit_stats_on_close=True,
+        )
+        self._own_driver: Final = driver is None
+        self.driver: Final[Driver] = driver_of(model.device) if driver is None else driver
+        self.manager: Final = KVCacheManager(config if configure is None else configure(config), driver=self.driver)
+        self.buffers: Final = [LayerBuffers(self.manager, plan) for plan in plans]
+        self._stream: Final = self.driver.create_stream() if model.device.type == "cpu" else None
+        self.caches: Final[list[PagedCache]] = []  # those that are open
+        self._policy: Final = SuspendIdle(self)
+        self._hooks: Final = [
+            model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
+            model.register_forward_hook(self._after_pass, with_kwargs=True),
+        ]
+
+    def __enter__(self) -> PagedStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that the model computes on."""
+        return Stream(torch.cuda.current_stream(self.model.device).cuda_stream) if self._stream is None else self._stream
+
+    def open(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        scope: ScopeLike | None = None,
+        reuse: bool = True,
+    ) -> PagedCache:
+        """A cache for a prompt, or a batch of prompts, that has the longest reusable prefix. Takes no pages on the GPU yet.
+
+        `input_ids` has shape (rows, columns), or (columns,) for one row. `attention_mask` has the same shape, with 0 for padding,
+        which is on the left. `scope` is (lora_id, salt), each an integer or a string: rows share pages within one scope only. All
+        rows begin at one column. With `reuse=False` the cache begins empty. Raises ConfigError for other tensors.
+        """
+        ids = input_ids if input_ids.dim() == 2 else input_ids[None]
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.view_as(ids)
+        pads = _left_padding(mask)
+        prompts = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
+        return PagedCache(self, prompts, pads, scope, reuse)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        scope: ScopeLike | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """`model.generate`, with what of the prompts is cached, and leaving all that it computes cached. Returns what that returns.
+
+        `input_ids` and `attention_mask` are as for `open`, with two dimensions; `kwargs` are those of `model.generate`. Beams and
+        returned sequences have pages of their own where they differ. Assisted decoding begins with an empty cache, since
+        transformers cannot begin it with another. Raises ConfigError for a cache in `kwargs`, for assisted decoding with recurrent
+        layers, and for a model without attention.
+        """
+        for name in ("cache", "past_key_values", "cache_implementation", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"generate() of a store takes no {name}: it opens a cache for input_ids")
+        if not self.has_attention:
+            raise ConfigError(
+                "the model has no attention layer, so generate() of transformers cannot begin after a prefix; use open()"
+            )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        assisted = kwargs.get("assistant_model") is not None or bool(self._option(kwargs, "prompt_lookup_num_tokens"))
+        if assisted and self.is_recurrent:
+            raise ConfigError("assisted decoding takes tokens back, which recurrent layers cannot")
+        rows = max(int(self._option(kwargs, "num_beams") or 1), int(self._option(kwargs, "num_return_sequences") or 1))
+        ids, masks = input_ids.repeat_interleave(rows, 0), mask.repeat_interleave(rows, 0)
+        with self.open(ids, masks, scope=scope, reuse=not assisted) as cache:
+            if self.is_recurrent:
+                self._prefill(cache, ids, int(self._option(kwargs, "prefill_chunk_size") or ids.shape[1]))
+            return self.model.generate(input_ids, attention_mask=mask, cache=cache, **kwargs)
+
+    def close(self) -> None:
+        """Close all caches and free all memory. The model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        for cache in list(self.caches):
+            cache.close()
+        self.buffers.clear()
+        self.driver.synchronize()
+        self.manager.shutdown()
+        if self._stream is not None:
+            self.driver.destroy_stream(self._stream)
+        if self._own_driver:
+            self.driver.close()
+
+    # --- what caches ask
+
+    def commits(self, length: int, new: int) -> bool:
+        """Whether a pass of `new` tokens up to this length is committed. With recurrent layers each commit copies a state."""
+        return not self.is_recurrent or new > 1 or (self.snapshot_every > 0 and length % self.snapshot_every == 0)
+
+    def obtain(self, cache: PagedCache, kv: KVCache, call: Callable[[], bool]) -> None:
+        """Repeat a call until it has its pages, while idle caches can give some. Raises OutOfPagesError."""
+        self._policy.asking = cache
+        while not call():
+            self._wait_or_suspend(kv, ask=True)
+
+    def begin_step(self, cache: PagedCache, kvs: Sequence[KVCache], counts: Sequence[int]) -> Step:
+        """A step with pages for all rows of a cache, which the host may touch at once. Raises OutOfPagesError."""
+        self._policy.asking = cache
+        while True:
+            step = self.manager.step(kvs, counts, make_room=self._policy)
+            step.__enter__()
+            if not step.short:
+                self.driver.order(self.stream)
+                return step
+            self._wait_or_suspend(step.short[0], ask=False)
+
+    def _wait_or_suspend(self, kv: KVCache, ask: bool) -> None:
+        shortage = kv.last_shortage
+        assert shortage is not None
+        if ask and not shortage.permanent and self._policy.make_room(kv, shortage, ()):
+            return
+        if shortage.in_transfer == 0 or shortage.permanent:
+            raise OutOfPagesError(
+                f"no pages for a forward pass: {shortage}; {len(self.caches)} caches are open: "
+                "close some, or give the store more memory"
+            )
+        self.driver.synchronize()  # file transfers in flight keep slots
+
+    # --- the hooks
+
+    def _before_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        cache = self._cache_of(args, kwargs)
+        if cache is not None:
+            cache.begin(_ids_of(args, kwargs))
+
+    def _after_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        cache = self._cache_of(args, kwargs)
+        if cache is not None:
+            cache.end(_ids_of(args, kwargs))
+
+    def _cache_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> PagedCache | None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, PagedCache) and value.store is self:
+                return value
+        return None
+
+    def _option(self, kwargs: dict[str, object], name: str) -> int | None:
+        """An option of generation: in the call, in the configuration that it passes, or in the model's."""
+        value = kwargs.get(name, getattr(kwargs.get("generation_config") or self.model.generation_config, name, None))
+        return value if isinstance(value, int) else None
+
+    def _prefill(self, cache: PagedCache, input_ids: torch.Tensor, chunk: int) -> None:
+        """Compute prompts of one length up to the last block boundary before their end: equal prompts find a state there."""
+        if any(row.pad for row in cache.rows):
+            return
+        stop = (input_ids.shape[1] - 1) // self.manager.tokens_per_block * self.manager.tokens_per_block
+        with torch.no_grad():
+            while cache.length < stop:
+                self.model(input_ids=input_ids[:, cache.length : min(stop, cache.length + chunk)], cache=cache)
+
+
+def _ids_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, torch.Tensor):
+        raise ConfigError("a forward pass with a paged cache needs input_ids: without tokens nothing could be reused")
+    return ids
+
+
+def _left_padding(mask: torch.Tensor) -> list[int]:
+    """The number of padding columns at the left of each row. Raises ConfigError for padding elsewhere."""
+    real = mask != 0
+    if mask.dim() != 2 or mask.shape[1] == 0 or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ConfigError("attention_mask has padding that is not on the left, or a row without tokens: pad prompts on the left")
+    pads: list[int] = (~real).sum(dim=1).tolist()
+    return pads
