@@ -83,10 +83,11 @@ class FreeDriver(IdentifyingDriver):
         function()
 
     def read_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return 0
+        self._handles += 1
+        return self._handles
 
     def write_file(self, stream: Stream, fd: int, offset: int, address: int, nbytes: int) -> int:
-        return 0
+        return self.read_file(stream, fd, offset, address, nbytes)
 
     def protect_file(self, fd: int, checksums: FileChecksums) -> bool:
         return True  # no byte is moved

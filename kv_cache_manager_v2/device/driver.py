@@ -11,6 +11,7 @@ a gate orders it. Addresses are ints. Sizes are in bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -203,6 +204,14 @@ class Driver(ABC):
         A timed-out gate becomes GATE_LATE when its transfer ends, never GATE_DONE: a stream that went on may have read or
         overwritten the same memory.
         """
+
+    def watch_gates(self, gates: list[int], changed: deque[int]) -> bool:
+        """Append each of these gates to `changed` whenever its state changes from now on. Whether the driver does that.
+
+        Any thread appends, in the order of the changes, after the change. Else the manager polls all gates with each of its calls.
+        O(gates), no call of the device.
+        """
+        return False
 
     @abstractmethod
     def gate_error(self, gate: int) -> str:

@@ -66,6 +66,8 @@ class Transfer:
         self.error = ""  # empty while pending and when done
         self.submitted = False  # whether something runs it, or will
         self.deadline_s = 0.0  # monotonic clock; set when the pool starts it
+        self._gate = 0
+        self._changed: deque[int] | None = None  # gets the gate whenever the state changes
 
     def describe(self) -> str:
         what = "write" if self.writes else "read"
@@ -88,24 +90,32 @@ class Transfer:
         """Whether its memory may still be touched."""
         return self.state == GATE_PENDING or self.state == GATE_TIMED_OUT
 
+    def watch(self, gate: int, changed: deque[int]) -> None:
+        """Append the gate to `changed` whenever its state changes from now on."""
+        self._gate = gate
+        self._changed = changed
+
+    def _change(self, state: int, error: str) -> None:
+        self.error = error
+        self.state = state
+        if self._changed is not None:
+            self._changed.append(self._gate)  # no call, hence no interrupt, comes between the change and this line
+
     def finish(self, error: str) -> bool:
         """Record that the transfer ended; whether that opened the gate. A timed-out gate was open already."""
         if self.state == GATE_TIMED_OUT:
-            self.state = GATE_LATE
-            self.error = f"{self.describe()}: ended after its time limit" + (f": {error}" if error else "")
+            self._change(GATE_LATE, f"{self.describe()}: ended after its time limit" + (f": {error}" if error else ""))
             return False
         if self.state != GATE_PENDING:
             raise LogicError(f"{self.describe()} ended twice")
-        self.error = f"{self.describe()}: {error}" if error else ""
-        self.state = GATE_FAILED if error else GATE_DONE
+        self._change(GATE_FAILED if error else GATE_DONE, f"{self.describe()}: {error}" if error else "")
         return True
 
     def expire(self, limit: str) -> bool:
         """Open the gate of a transfer that has passed its time limit; False if the gate was open already."""
         if self.state != GATE_PENDING:
             return False
-        self.error = f"{self.describe()}: still running after {limit}"
-        self.state = GATE_TIMED_OUT
+        self._change(GATE_TIMED_OUT, f"{self.describe()}: still running after {limit}")
         return True
 
 

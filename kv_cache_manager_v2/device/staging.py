@@ -48,11 +48,12 @@ class StagingRegion:
         """Whether it is not released yet."""
         return self.state == _IN_USE
 
-    def suspect(self) -> bool:
-        """Whether a read that timed out may have written to this region while it was in use; its bytes are lost then.
+    def decided(self) -> bool:
+        """Whether `suspect` is known: all earlier regions are complete or quarantined."""
+        return not [region for region in self.after if region.state < _QUARANTINED]
 
-        Valid once all earlier regions are complete or quarantined.
-        """
+    def suspect(self) -> bool:
+        """Whether a read that timed out may have written to this region while it was in use; its bytes are lost then."""
         return any(region.from_file and region.timed_out for region in self.after)
 
 

@@ -7,6 +7,7 @@ chooses, so a missing wait shows as wrong bytes under some seed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from ctypes import memmove
 from itertools import count
@@ -141,14 +142,9 @@ class EmulatedDriver(IdentifyingDriver):
 
     def _begin(self, call: str) -> None:
         """As `_enter`, for a call for which faults can be injected."""
-        if PROCESS.forks != self._forks:
-            raise forked_error(call)
-        if self._schedule.busy:
-            self._schedule.advance()
+        self._enter(call)
         if self._failures.armed:
             self._fail(call)
-        if self._closed:
-            raise LogicError(f"{call}: the device is closed")
 
     def _fail(self, call: str) -> None:
         """Count the call, and raise its injected fault if there is one."""
@@ -394,6 +390,9 @@ class EmulatedDriver(IdentifyingDriver):
         if self._schedule.busy or self._failures.armed or PROCESS.forks != self._forks:
             self._begin("poll_gate")
         return self._files.transfer("poll_gate", gate).state
+
+    def watch_gates(self, gates: list[int], changed: deque[int]) -> bool:
+        return self._files.watch(gates, changed)
 
     def gate_error(self, gate: int) -> str:
         self._begin("gate_error")

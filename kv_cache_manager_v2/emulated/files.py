@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
@@ -116,6 +117,11 @@ class FileTransfers:
                 with self._schedule.lock:
                     wait.passed = wait not in queue.pending  # a wait that was not queued must not block the release of its gates
                 raise
+
+    def watch(self, gates: list[int], changed: deque[int]) -> bool:
+        for gate in gates:
+            self.transfer("watch_gates", gate).watch(gate, changed)
+        return True
 
     def release(self, gate: int) -> None:
         """Free a gate that is open and that no queued work waits for."""

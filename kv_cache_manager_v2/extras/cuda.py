@@ -6,6 +6,7 @@ Importing it needs neither the cuda package nor a GPU; creating a `CudaDriver` n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import SupportsFloat, SupportsIndex
@@ -189,6 +190,11 @@ class CudaDriver(IdentifyingDriver):
 
     def poll_gate(self, gate: int) -> int:
         return self._transfers.gate(gate).state
+
+    def watch_gates(self, gates: list[int], changed: deque[int]) -> bool:
+        for gate in gates:
+            self._transfers.gate(gate).watch(gate, changed)
+        return True
 
     def gate_error(self, gate: int) -> str:
         return self._transfers.gate(gate).error

@@ -202,10 +202,18 @@ def _run_deferred_work(shared: ManagerState) -> list[Request] | None:
     if shared.hierarchy.transfers_in_flight > 0:
         shared.hierarchy.settle()
     if shared.closed_loads:
-        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle_closed(shared.tree)]
+        _settle_closed_loads(shared)
     if shared.ledger.enabled:  # before the call allocates slots that were freed here
         shared.ledger.update_peaks()
     return closed
+
+
+def _settle_closed_loads(shared: ManagerState) -> None:
+    in_flight = shared.hierarchy.in_flight
+    seen = in_flight.ended + in_flight.losses
+    if seen != shared.closed_loads_seen:
+        shared.closed_loads = [loads for loads in shared.closed_loads if not loads.settle_closed(shared.tree, in_flight.losses)]
+        shared.closed_loads_seen = seen
 
 
 def _close_unclosed(shared: ManagerState) -> list[Request]:

@@ -77,7 +77,8 @@ class ManagerState:
         self.publications: dict[Block, Publication] = {}  # by uncomputed block
         self.guard: GuardedListener | None = None  # the wrapper of an engine's listener
         # Work for the next call.
-        self.closed_loads: list[PendingLoads] = []  # loads of requests that closed before these had ended
+        self.closed_loads: list[PendingLoads] = []  # loads of requests that closed before these had ended ...
+        self.closed_loads_seen = -1  # ... and how many transfers had ended, and pages were lost, when these were last looked at
         self.finalized_plans: list[list[Page]] = []  # pages of planned drops whose handles were garbage collected
         self.unreleased: list[Reservation] = []  # reservations whose release the device refused; their slots are not free
         self.unclosed: list[Request] = []  # requests whose handles were dropped without close()

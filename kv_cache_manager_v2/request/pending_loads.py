@@ -31,13 +31,17 @@ def log_loss(request_id: object, page: Page) -> None:
 
 
 class PendingLoads:
-    """The pages that a request awaits, and the blocks that cannot match until then. Every call is O(awaited pages)."""
+    """The pages that a request awaits, and the blocks that cannot match until then.
+
+    `settle` is O(1) amortised while no page is lost, and O(awaited pages) after a loss.
+    """
 
     def __init__(self, request_id: object) -> None:
         self.request_id = request_id
         self.awaited: list[Page] = []  # pages with a transfer in flight
         self.blocks: list[Block] = []  # blocks that are hidden while there are awaited pages
         self.lost: Page | None = None  # an awaited page whose transfer failed
+        self._losses = -1  # pages lost, of any request, when all awaited ones were last looked at
 
     def share(self, request_id: object) -> PendingLoads:
         """The same transfers for a fork, which depends on the same bytes. The blocks stay with the request that committed them."""
@@ -50,23 +54,27 @@ class PendingLoads:
         tree.hide(block)
         self.blocks.append(block)
 
-    def settle_closed(self, tree: RadixTree) -> bool:
+    def settle_closed(self, tree: RadixTree, losses: int) -> bool:
         """As `settle`, for a closed request: a loss can only be logged."""
-        settled = self.settle(tree)
+        settled = self.settle(tree, losses)
         if self.lost is not None:
             log_loss(self.request_id, self.lost)
         return settled
 
-    def settle(self, tree: RadixTree) -> bool:
-        """Whether all transfers have ended, or one has failed. Then the hidden blocks are shown, or removed."""
-        waiting: list[Page] = []
-        for page in self.awaited:
-            if page.lost:
-                self.lost = page
-            elif page.transfers > 0:
-                waiting.append(page)
-        self.awaited = waiting
-        if waiting and self.lost is None:
+    def settle(self, tree: RadixTree, losses: int) -> bool:
+        """Whether all transfers have ended, or one has failed. Then the hidden blocks are shown, or removed.
+
+        `losses` counts the pages of the manager that were ever found lost.
+        """
+        awaited = self.awaited
+        if losses != self._losses:
+            for page in awaited:
+                if page.lost:
+                    self.lost = page
+            self._losses = losses
+        while awaited and awaited[-1].transfers == 0:
+            del awaited[-1]
+        if awaited and self.lost is None:
             return False
         for block in self.blocks:
             if not block.attached:

@@ -429,7 +429,7 @@ class Request:
         """Settle file transfers that have ended: show the hidden blocks, or mark the request as lost."""
         self.shared.hierarchy.settle()
         loads = self.loads
-        if loads is None or not loads.settle(self.shared.tree):
+        if loads is None or not loads.settle(self.shared.tree, self.shared.hierarchy.in_flight.losses):
             return
         self.loads = None
         if loads.lost is not None:

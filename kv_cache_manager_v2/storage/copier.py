@@ -157,7 +157,7 @@ class Copier:
     def _add_direct(self, batch: CopyBatch, gates: list[int]) -> None:
         """Add transfers without staging, of the first pages. They write to the destination slots."""
         batch.gates += gates
-        batch.add_transfers(gates, list(range(len(gates))), None, True)
+        self._in_flight.watch(batch.add_transfers(gates, list(range(len(gates))), None, True))
 
     def _wait_for_direct(self, batch: CopyBatch, stream: Stream) -> None:
         if batch.gates:
@@ -336,7 +336,9 @@ class Copier:
     def _add_staged(self, batch: CopyBatch, staged: StagedCopy, gates: list[int], beg: int, to_slot: bool) -> None:
         """Add transfers between a file and a staging region, for its segments from `beg` on."""
         indices = [segment.index for segment in staged.segments[beg : beg + len(gates)]]
-        staged.transfers += batch.add_transfers(gates, indices, staged.region, to_slot)
+        added = batch.add_transfers(gates, indices, staged.region, to_slot)
+        staged.transfers += added
+        self._in_flight.watch(added)
 
     def _wait_for_staged(self, stream: Stream, staged: StagedCopy) -> None:
         """Make the stream wait for the gates of a region's file transfers."""

@@ -19,13 +19,13 @@ class Transfer:
         self.gate = gate
         self.index = index  # index of its page in the batch
         self.region = region  # staging region that it reads or writes
-        self.page: Page | None = None  # the page that depends on it; None once no page does
+        self.watched = False  # the driver reports changes of its gate
+        self.pages: list[Page] = []  # the pages that depend on it: its own, and copies of that
         self.cell: Cell | None = None  # of the slot that it writes to; None if it writes to no slot
         self.slot = NO_SLOT
         self.memory: list[Cell] = []  # cells whose memory or file it accesses
         self.passed: Point = NULL_POINT  # point at which the stream has passed the gate, which may then be released
         self.timed_out = False
-        self.is_copy = False  # an entry for a copy of unconfirmed bytes; another entry owns the gate
         self.batch: CopyBatch | None = None  # the canceled batch that it belongs to
 
 
@@ -68,7 +68,8 @@ class CopyBatch:
         self.gates: list[int] = []  # of transfers without staging, which the stream still has to wait for
         self.source_free: Point = NULL_POINT  # after it the source slots may be overwritten
         self.ready: Point = NULL_POINT  # after it the destination slots have the bytes
-        self.end: Point = NULL_POINT  # of a canceled batch: after all queued work
+        self.end: Point = NULL_POINT  # of a canceled batch: after all queued work ...
+        self.unended = 0  # ... and its transfers that have not ended
 
     def reserve(self, page: Page) -> None:
         """Reserve a destination slot for a page's bytes. Raises OutOfPagesError if none is free."""

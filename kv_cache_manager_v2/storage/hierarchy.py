@@ -434,7 +434,7 @@ class Hierarchy(PageKeeper):
     # --- file transfers
 
     def settle(self) -> None:
-        """Process ended file transfers: pages are confirmed, or lost, which notifies owners. O(transfers in flight)."""
+        """Process ended file transfers: pages are confirmed, or lost, which notifies owners. See `TransfersInFlight.poll`."""
         self.in_flight.poll()
         lost = self.in_flight.lost
         while lost:

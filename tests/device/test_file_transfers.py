@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -113,8 +114,12 @@ def test_a_hanging_transfer_times_out_and_nothing_else_does(schedule: str) -> No
         r.file_fill(1, 2)
         held = r.driver.hang("read_file")
         stream = r.streams[0]
+        start = r.driver.gate(stream)
         first = r.driver.read_file(stream, r.disk.fd, r.disk.address(0), r.host.address(0), SLOT_BYTES)
         second = r.driver.read_file(stream, r.disk.fd, r.disk.address(1), r.host.address(1), SLOT_BYTES)
+        changed: deque[int] = deque()
+        assert r.driver.watch_gates([first, second], changed)
+        start.open()
         r.driver.wait_gate(stream, first)
         ran: list[int] = []
         r.driver.launch(stream, lambda: ran.append(1))
@@ -130,6 +135,7 @@ def test_a_hanging_transfer_times_out_and_nothing_else_does(schedule: str) -> No
         assert r.driver.poll_gate(first) == GATE_LATE
         assert "ended after its time limit" in r.driver.gate_error(first)
         assert r.value(r.host.address(0)) == 1
+        assert sorted(changed) == [first, first, second], "a change of a gate was not reported"
         for gate in (first, second):
             r.driver.release_gate(gate)
 

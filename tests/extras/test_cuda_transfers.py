@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 
 import pytest
 
@@ -60,17 +61,23 @@ class TestTransfers:
 
         _scene, driver = make(transfer_timeout=0.01, io_threads=1, move=move)
         stream, event = driver.create_stream(), driver.create_event()
+        start, changed = threading.Event(), deque[int]()
+        hold(driver, stream, start)
         gate = driver.read_file(stream, 0, 0, 0, 8)
+        assert driver.watch_gates([gate], changed)
+        start.set()
         driver.wait_gate(stream, gate)
         driver.record_event(event, stream)
         driver.synchronize_event(event)
         assert driver.poll_gate(gate) == GATE_TIMED_OUT
         assert "still running after 0.01 s" in driver.gate_error(gate)
+        assert list(changed) == [gate]
         other = driver.read_file(stream, 0, 100, 0, 8)
         driver.synchronize()
         assert driver.poll_gate(other) == GATE_DONE
         stuck.set()
         poll_until(driver, gate, GATE_LATE)
+        assert list(changed) == [gate, gate]
         assert "after its time limit" in driver.gate_error(gate)
         assert calls == [0, 100]
         for one in (gate, other):

@@ -69,10 +69,11 @@ class Rig:
         clock: Callable[[], float] = time.monotonic,
         events: CacheListener | None = None,
         wrap: Callable[[EmulatedDriver], Driver] | None = None,
+        transfer_timeout: float | None = None,
     ) -> None:
         """`wrap`: what the manager drives instead of the emulated device itself."""
         self.config = config
-        self.driver = EmulatedDriver(schedule, seed)
+        self.driver = EmulatedDriver(schedule, seed, transfer_timeout)
         device = self.driver if wrap is None else wrap(self.driver)
         self.manager = KVCacheManager(config, events, driver=device, clock=clock)
         self.engine = Engine(self.manager, self.driver, config) if engine else None
