@@ -1,4 +1,5 @@
-"""`introspection` by the reference's path. What differs: `reuse_match_planned_drop_counts` returns the matched length too."""
+"""`introspection` under the reference's module path. The only difference: `reuse_match_planned_drop_counts` also returns the
+matched length."""
 
 from __future__ import annotations
 

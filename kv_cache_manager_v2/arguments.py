@@ -39,7 +39,7 @@ Integers: TypeAlias = Sequence[SupportsIndex] | IntBuffer  # what calls take as 
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: not a million tokens."""
+    """A value as error messages show it, shortened if long."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -208,7 +208,7 @@ def as_given(kept: object) -> object:
 
 
 def flag(value: object, name: str) -> bool:
-    """True or False; nothing else is taken for one."""
+    """True or False. Raises ConfigError for anything else, including 0 and 1."""
     if value is True:
         return True
     if value is False:
@@ -287,7 +287,7 @@ def items_of(values: object, name: str, what: str) -> list[object]:
 
 
 def each_of(values: object, name: str, what: str) -> list[object]:
-    """As `items_of`, for whatever can be iterated over, once too."""
+    """As `items_of`, for any iterable, including iterators."""
     if isinstance(values, (list, tuple)):
         return list(values)
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, bytearray, memoryview)):
@@ -309,7 +309,7 @@ def instances(values: object, kind: type[_T], name: str) -> list[_T]:
 
 
 def mapping(values: object, name: str, what: str) -> Mapping[object, object]:
-    """A mapping; `what` says of what to what."""
+    """A mapping. `what` describes its keys and values in an error."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is {shown(values)}; it must be a mapping of {what}")
     return values

@@ -40,7 +40,7 @@ class _LoadError(Exception):
 
 
 class _BuildFinder:
-    """Records which build this process has. Interpreted, it finds the modules of the package in their sources alone."""
+    """Records which build this process has. On the interpreted build, it finds the package's modules only as sources."""
 
     def __init__(self, build: str) -> None:
         self.build = build
@@ -79,7 +79,7 @@ def _wanted() -> tuple[str, str]:
 
 
 def _compiled_files() -> list[Path]:
-    """The compiled modules that lie here, for whatever interpreter."""
+    """The compiled modules in this folder, for any interpreter version."""
     return [*sorted(_FOLDER.parent.glob(f"{LIBRARY}.*")), *sorted(_FOLDER.glob("*.so"))]
 
 

@@ -1,4 +1,4 @@
-"""Pages in memory of the engine: the manager only keeps the books of them, and asks the engine for copies.
+"""Pages in the engine's memory: the manager only tracks which slots are in use, and asks the engine for copies.
 
 Like config.py this file is never compiled, so that subclasses of users work on both builds.
 """
@@ -76,7 +76,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
         instance_or_none(given(self, "transfer"), Transfer, "transfer")  # type: ignore[type-abstract]  # asked, not made
 
     def __deepcopy__(self, memo: object) -> ExternalGpuTierConfig:
-        """A copy with the same transfer, which is the engine's."""
+        """A copy that shares the transfer, since the engine owns it."""
         return type(self)(self.num_slots, self.transfer)
 
     @property
@@ -91,7 +91,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
         return 1
 
     def bytes_for(self, slot_bytes: Sequence[int]) -> int:
-        """Raises ConfigError for several page sizes, of which each would have slots of its own."""
+        """Raises ConfigError for several page sizes: each would need slots of its own."""
         if len(slot_bytes) != 1:
             raise ConfigError(
                 f"num_slots is {self.num_slots}, but the layers have pages of {list(slot_bytes)} bytes; an external tier needs "

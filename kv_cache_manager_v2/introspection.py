@@ -65,7 +65,7 @@ def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]:
 
 
 def storage_statistics(manager: KVCacheManager, cache_level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
-    """By pool group. Raises ConfigError for a level that there is not."""
+    """By pool group. Raises ConfigError for a level that does not exist."""
     return manager.get_storage_statistics(cache_level)
 
 
@@ -115,7 +115,7 @@ def page_info(page: Page | None) -> PageInfo | None:
 def request_pages(cache: KVCache, life_cycle: int, beam: int = 0) -> list[Page | None]:
     """A request's pages of an attention life cycle, by block ordinal; stale ones that wait for a commit are listed too.
 
-    Raises ConfigError for a life cycle that is recurrent or that there is not.
+    Raises ConfigError for a life cycle that is recurrent or does not exist.
     """
     shared = cache.state.shared
     with shared.lock:
@@ -166,7 +166,7 @@ def committed_page_is_linked(cache: KVCache, ordinal: int, life_cycle: int) -> b
 
 
 def is_commit_allowed(cache: KVCache) -> bool:
-    """Whether tokens may still be committed: not after `stop_committing`, an end, or the close."""
+    """Whether tokens may still be committed. False after `stop_committing`, a commit with `is_end`, or `close`."""
     return cache.state.commit_allowed and cache.state.status != CLOSED
 
 
@@ -179,7 +179,7 @@ def num_tree_blocks(manager: KVCacheManager) -> int:
 
 
 def num_roots(manager: KVCacheManager) -> int:
-    """Scopes under which something is cached, or being computed."""
+    """The number of scopes that have cached blocks, or blocks being computed."""
     return len(manager.shared.tree.roots())
 
 
@@ -190,15 +190,15 @@ def all_tree_blocks(manager: KVCacheManager) -> list[Block]:
 
 
 def all_tree_pages_droppable(manager: KVCacheManager) -> bool:
-    """Whether no cached page is held or locked, as after every request is closed."""
+    """Whether no cached page is held or locked. True once every request is closed."""
     with manager.shared.lock:
         pages = [page for block in manager.shared.tree.all_blocks() for page in block.pages if page is not None]
         return all(page.status() == PageStatus.DROPPABLE for page in pages)
 
 
 def tree_path(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> list[Block]:
-    """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Whatever
-    their pages are."""
+    """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Blocks count
+    whether or not they have pages."""
     with manager.shared.lock:
         node = manager.shared.tree.find_root(scope if scope is not None else ReuseScope())
         path: list[Block] = []
@@ -233,7 +233,7 @@ def page_of(block: Block, life_cycle: int) -> Page | None:
 
 
 def path_coverage(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int) -> list[int]:
-    """What the pages along the tokens are good for, block by block; 0 where there is none."""
+    """How many tokens of each block along the path its page covers; 0 where there is no page."""
     pages = [block.page(life_cycle) for block in tree_path(manager, tokens)]
     return [0 if page is None else page.coverage for page in pages]
 
@@ -345,7 +345,7 @@ def make_test_block(
 
 
 def close_test_block(block: StagedBlock) -> None:
-    """Take a test block out of the tree, its descendants and their pages with it. Idempotent."""
+    """Remove a test block, its descendants and their pages from the tree. Idempotent."""
     with block.shared.lock:
         if block.closed:
             return
@@ -383,22 +383,23 @@ def current_gpu_ratio(manager: KVCacheManager) -> list[float]:
 
 
 def set_num_sampled_kv_caches(manager: KVCacheManager, count: int) -> None:
-    """Pretend that so many requests have been closed."""
+    """Set the number of closed requests that were sampled."""
     manager.tuner.num_samples = count
 
 
 def set_last_adjustment_time(manager: KVCacheManager, seconds: float) -> None:
-    """Pretend that the last adjustment was then, on the manager's clock."""
+    """Set the time of the last adjustment, on the manager's clock."""
     manager.tuner.last_adjustment_time = seconds
 
 
 def set_target_ratio_list_gpu(manager: KVCacheManager, ratios: Sequence[float]) -> None:
-    """Have the rebalancing aim at these shares of the GPU, by pool group; ConfigError for another number of them."""
+    """Set the target shares of the GPU, by pool group. Raises ConfigError unless there is one share per pool group."""
     manager.tuner.set_gpu_weights(list(ratios))
 
 
 def force_rebalance_precondition(manager: KVCacheManager, skew: float = 2.0) -> None:
-    """Have `need_adjustment` true as far as samples, cooldown and the first group's target, `skew` times its share, can make it.
+    """Set up samples, cooldown and targets so that `need_adjustment` becomes true. The first group's target is `skew` times its
+    share.
 
     Raises ConfigError (a ValueError) with fewer than two pool groups.
     """
@@ -414,12 +415,12 @@ def force_rebalance_precondition(manager: KVCacheManager, skew: float = 2.0) -> 
 
 
 def grains_for_slots(num_slots: int, slot_sizes: Sequence[int], granularity: int) -> int:
-    """Grains of memory that the pools of one group need for so many slots."""
+    """Grains of memory that the pools of one group need for this many slots."""
     return sizing.grains_for_slots(num_slots, list(slot_sizes), granularity)
 
 
 def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) -> tuple[int, int]:
-    """(most slots that fit so many grains, grains that they use)."""
+    """(the most slots that fit this many grains, the grains that they use)."""
     slots = sizing.grains_to_slots(grains, list(slot_sizes), granularity)
     return slots, sizing.grains_for_slots(slots, list(slot_sizes), granularity)
 
@@ -453,17 +454,17 @@ def compute_slots_for_batch(
 
 
 def attention_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
-    """Of full and windowed attention."""
+    """Ids of the life cycles with full or windowed attention."""
     return [cycle.index for cycle in manager.shared.life_cycles if cycle.is_attention]
 
 
 def swa_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
-    """Of windowed attention."""
+    """Ids of the life cycles with windowed attention."""
     return [cycle.index for cycle in manager.shared.life_cycles if cycle.window_size is not None]
 
 
 def ssm_life_cycle_id(manager: KVCacheManager) -> LifeCycleId | None:
-    """Of recurrent layers; None without them."""
+    """Id of the life cycle of recurrent layers; None if the model has none."""
     ssm = manager.shared.ssm
     return None if ssm is None else ssm.index
 

@@ -1,4 +1,4 @@
-"""Make-room policies: which other cache gives its pages when a request of a step gets none."""
+"""Make-room policies: which other cache gives up pages when a request of a step has a shortage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class MakeRoom(ABC):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SuspendYoungest(MakeRoom):
-    """Suspends the cache that was created last, if it is younger than the one that asks and has pages of its own to give.
+    """Suspends the cache that was created last, if it is younger than the one with the shortage and has pages that no other cache
+    uses.
 
     The oldest request always keeps its pages, and two requests never suspend each other in turn. `also` are further caches
     that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
@@ -51,11 +52,10 @@ class SuspendYoungest(MakeRoom):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SuspendCheapest(MakeRoom):
-    """Suspends the cache with the fewest bytes to load when it comes back, among those that end the shortage.
-
-    If none of them does, the one that lessens it most. Pages that other requests use too stay where they are, and cost nothing.
-    O(pages of the candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each
-    shortage. Suspends nothing if no colder tier has room.
+    """Suspends the cache with the fewest bytes to load when it resumes, among those that end the shortage. If none does, suspends
+    the one that reduces it most. Pages that other requests use too stay where they are, and are not counted. O(pages of the
+    candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each shortage. Suspends
+    nothing if no colder tier has room.
     """
 
     def __init__(self, also: Sequence[KVCache] = ()) -> None:

@@ -1,4 +1,5 @@
-"""The statistics of a manager. Reading them changes no cache and moves no page. A call that resets a counter is named so."""
+"""The statistics of a manager. Reading them changes no cache and moves no page. Calls that reset a counter are named
+`get_and_reset_...`."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ _ENDED: Final = 2
 class Step:
     """The step of a batch of caches. `KVCacheManager.step` makes it; a `with` block begins and ends it.
 
-    At its beginning each cache gets pages for its new tokens, which follow its history. At its end tokens are committed, or
-    histories advanced, if the block said so and did not raise. A step equals the loops over `resize` and `commit` in lengths,
-    pages, statistics and events.
+    At its beginning each cache gets pages for its new tokens, which follow its history. At its end, tokens are committed or
+    histories advanced, as the block asked, unless it raised. A step equals the loops over `resize` and `commit` in lengths, pages,
+    statistics and events.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Step:
 
     @property
     def positions(self) -> list[int]:
-        """The position of each of `caches` among those that the step was made of."""
+        """The position of each of `caches` in the list that was passed to `KVCacheManager.step`."""
         return list(range(len(self._given))) if self._positions is None else list(self._positions)
 
     @property
     def short(self) -> list[KVCache]:
-        """The caches that got no pages: nothing of them has changed but `last_shortage`, which says what is missing."""
+        """The caches that got no pages. Nothing in them has changed except `last_shortage`, which says what is missing."""
         return [self._given[position] for position in self._short]
 
     @property
@@ -155,7 +155,7 @@ class Step:
         self._advance = None
 
     def advance(self, num_tokens: Integers | None = None) -> None:
-        """Advance the history of each of `caches` by so many tokens when the block ends, without a commit. None: all new tokens.
+        """Advance the history of each of `caches` by this many tokens when the block ends, without a commit. None: all new tokens.
 
         For requests whose tokens are not to be reused. Raises ConfigError for another number of items, and for more tokens than are
         new.

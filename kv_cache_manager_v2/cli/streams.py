@@ -38,7 +38,8 @@ def fill_closed_streams() -> None:
 
 
 def tell(message: str) -> None:
-    """Write a line to standard error. It is lost if standard error takes nothing: the exit status says as much."""
+    """Write a line to standard error. It is lost if standard error cannot be written: the exit status carries the same
+    information."""
     with suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
 

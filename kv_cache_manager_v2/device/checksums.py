@@ -35,7 +35,7 @@ class FileChecksums:
         self._known = bytearray()  # by extent; 1: its bytes were written whole and have this sum
 
     def resize(self, num_slots: int) -> None:
-        """Follow the file to so many slots. No transfer is in flight."""
+        """Adjust to the file's new number of slots. No transfer is in flight."""
         extents = num_slots * self._extents_per_slot
         more = extents - len(self._known)
         if more > 0:

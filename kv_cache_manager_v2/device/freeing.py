@@ -19,7 +19,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Freeing:
-    """The objects of one kind that are being freed, or for another reason may be unknown to the device."""
+    """The objects of one kind that the device may not know any more, mostly because they are being freed."""
 
     def __init__(self) -> None:
         self.doubtful: set[int] = set()  # handles or addresses
@@ -42,7 +42,7 @@ class Freeing:
             raise
 
     def done(self, handle: int) -> None:
-        """The caller knows that the object is gone, or that it is there."""
+        """End the doubt: the caller knows whether the object exists."""
         self.doubtful.discard(handle)
 
 

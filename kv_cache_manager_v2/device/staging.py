@@ -45,7 +45,7 @@ class StagingRegion:
 
     @property
     def in_use(self) -> bool:
-        """Whether it is not released yet."""
+        """Whether a copy still uses the region: True until it is released."""
         return self.state == _IN_USE
 
     def decided(self) -> bool:

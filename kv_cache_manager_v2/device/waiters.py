@@ -35,7 +35,7 @@ class Waiters:
         return ticket
 
     def sleep(self, ticket: Lock, limit_s: float) -> None:
-        """Block until the ticket's thread is woken, at most so long. The structure's lock is not held."""
+        """Block until the ticket's thread is woken, or the limit passes. The structure's lock is not held."""
         if not ticket.acquire(timeout=limit_s):
             with contextlib.suppress(ValueError):  # it was woken just now
                 self._tickets.remove(ticket)

@@ -27,7 +27,7 @@ def number_of(value: object) -> int:
 
 
 def numbers_of(value: object, count: int) -> list[int]:
-    """A list of so many integers."""
+    """A list of exactly `count` integers."""
     items = items_in(value)
     if len(items) != count:
         raise TypeError(f"{value!r} has {len(items)} items, not {count}")

@@ -1,7 +1,7 @@
 """torch tensors over a layer's pages, on both devices, and over batch tables.
 
-Rule: needs torch. `pool_array`, the same with numpy, can be had from here too, and is looked up only when asked for: numpy need not
-be installed.
+Rule: needs torch. `pool_array`, the numpy counterpart of `pool_tensor`, is importable from here too. It is loaded on first use, so
+numpy is optional.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pool_tensor(
     """A tensor of shape (pages, *page_shape) over a layer's buffer, to be indexed by converted page indices. No copy.
 
     It lies on the manager's device: `cuda:N`, or `cpu` for the emulated one (whose streams torch does not know: synchronise first).
-    Any dtype of torch will do. Raises ConfigError if a page has other bytes than the shape and type say.
+    Any dtype of torch will do. Raises ConfigError if the shape and dtype do not add up to the bytes of a page.
     """
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {dtype!r}: give a torch.dtype")

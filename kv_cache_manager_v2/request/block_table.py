@@ -103,7 +103,7 @@ class BlockTable:
         self.pages[ordinal] = None
 
     def hand_over(self, ordinal: int, stays_held: bool) -> None:
-        """A live block becomes stale, and the slot of its page has gone to another page: see `Handovers`."""
+        """Record that a live block became stale, and that its page has handed its slot to another page: see `Handovers`."""
         if not stays_held:
             self.take(ordinal)
 
@@ -156,7 +156,7 @@ class BlockTable:
 
 
 def slots_of(pages: list[Page | None]) -> array[int]:
-    """The entries of blocks with these pages, by way of a byte buffer, which compiled code fills faster than an array."""
+    """The row entries of blocks with these pages. Filled as bytes, which is faster in compiled code than filling an array."""
     words = BytesWriter()
     for page in pages:
         write_i32_le(words, i32(BAD_PAGE_INDEX if page is None else page.slot))

@@ -162,8 +162,7 @@ def _close_drivers() -> None:
 
 
 def _close(managers: list[ManagerState]) -> None:
-    """Shut down dropped managers. If the device refuses, with whatever exception but Ctrl-C, later calls try again, up to
-    MAX_ATTEMPTS times."""
+    """Shut down dropped managers. If the device raises anything but Ctrl-C, later calls try again, up to MAX_ATTEMPTS times."""
     for shared in managers:
         if not _remove(DROPPED, shared):
             continue  # another thread shuts it down
@@ -189,9 +188,8 @@ def _remove(managers: list[ManagerState], shared: ManagerState) -> bool:
 
 
 def _collecting() -> bool:
-    """Whether the garbage collector is running: it does not run twice at a time, and then finds none of the garbage made here.
-
-    A callback of the collector would be told too, but a Ctrl-C that came during a collection is lost in such a callback.
+    """Whether the garbage collector is running. A nested collection does nothing, so garbage made here is then not found. A
+    callback in `gc.callbacks` could tell too, but it would lose a Ctrl-C that arrives during a collection.
     """
     garbage: list[object] = []
     garbage.append(garbage)

@@ -116,7 +116,7 @@ def add(request: Request, publication: Publication, block: Block) -> None:
 
 
 def computes(request: Request, history: int) -> bool:
-    """Whether a history says that uncomputed blocks are computed."""
+    """Whether this history covers the first uncomputed block, so that it counts as computed."""
     publication = request.published
     return publication is not None and history >= publication.next_end(request.tokens_per_block)
 

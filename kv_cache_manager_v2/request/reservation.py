@@ -105,7 +105,7 @@ class Reservation:
     # --- install, or release
 
     def finish_handovers(self) -> None:
-        """The slots of locked pages are the reserved pages', and the request's locks on the former have ended."""
+        """Complete the handovers: the reserved pages have the slots now, and the request's locks on the previous pages end."""
         if self.handovers is not None:
             self.handovers.finish()
             self.handovers = None

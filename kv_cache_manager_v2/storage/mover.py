@@ -276,7 +276,7 @@ class Mover:
         return batch
 
     def install_handed_over(self, page: Page, batch: CopyBatch) -> None:
-        """A page that has left its cell, and whose slot another page gets, is where a queued batch of it alone copies it to."""
+        """Install a page that has handed over its slot: it moves to the slot to which its queued batch copies it."""
         source = page.cell
         page.ready = batch.ready
         page.cell = batch.cell
@@ -286,7 +286,7 @@ class Mover:
         self._arrive(page, source)
 
     def drop_handed_over(self, page: Page) -> None:
-        """Drop a page that has left its cell, and whose slot another page gets; `notify_gone` notifies its owner."""
+        """Drop a page that has handed over its slot. `notify_gone` notifies its owner."""
         page.slot = NO_SLOT
         if page.owner is not None:
             self._counters.dropped[page.life_cycle][page.level] += 1

@@ -37,7 +37,8 @@ class PlainBatchTables:
         """
 
     def remove(self, cache: KVCache) -> None:
-        """Free the row of a cache, which goes on with arrays of the manager's. `close()` of the cache does it too. O(blocks).
+        """Free the row of a cache. The manager then keeps the cache's page indices in arrays of its own. `close()` of the cache
+        does it too. O(blocks).
 
         Raises ConfigError if the cache has no row here.
         """

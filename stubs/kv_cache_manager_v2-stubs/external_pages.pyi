@@ -1,4 +1,4 @@
-"""Pages in memory of the engine: the manager only keeps the books of them, and asks the engine for copies.
+"""Pages in the engine's memory: the manager only tracks which slots are in use, and asks the engine for copies.
 
 Like config.py this file is never compiled, so that subclasses of users work on both builds.
 """
@@ -63,7 +63,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
     def __init__(self, num_slots: SupportsIndex, transfer: Transfer | None = None) -> None: ...
     def validate(self) -> None: ...
     def __deepcopy__(self, memo: object) -> ExternalGpuTierConfig:
-        """A copy with the same transfer, which is the engine's."""
+        """A copy that shares the transfer, since the engine owns it."""
 
     @property
     def tier(self) -> CacheTier: ...
@@ -71,7 +71,7 @@ class ExternalGpuTierConfig(CacheTierConfig):
     def exact_size(self) -> bool: ...
     def granularity(self) -> int: ...
     def bytes_for(self, slot_bytes: Sequence[int]) -> int:
-        """Raises ConfigError for several page sizes, of which each would have slots of its own."""
+        """Raises ConfigError for several page sizes: each would need slots of its own."""
 
     def check_use(self, config: KVCacheManagerConfig) -> None:
         """Raise ConfigError if the configuration needs copies, and there is no transfer."""

@@ -37,7 +37,7 @@ def all_slot_counts(manager: KVCacheManager) -> list[SlotCounts]:
     """Of every level and pool group, level by level."""
 
 def storage_statistics(manager: KVCacheManager, cache_level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
-    """By pool group. Raises ConfigError for a level that there is not."""
+    """By pool group. Raises ConfigError for a level that does not exist."""
 
 def storage_utilization(manager: KVCacheManager, level: CacheLevel = GPU_LEVEL) -> list[float]:
     """Share of unavailable slots, 0..1, by pool group, which `resume` compares with `max_util_for_resume`."""
@@ -63,7 +63,7 @@ def page_info(page: Page | None) -> PageInfo | None:
 def request_pages(cache: KVCache, life_cycle: int, beam: int = 0) -> list[Page | None]:
     """A request's pages of an attention life cycle, by block ordinal; stale ones that wait for a commit are listed too.
 
-    Raises ConfigError for a life cycle that is recurrent or that there is not.
+    Raises ConfigError for a life cycle that is recurrent or does not exist.
     """
 
 def state_page(cache: KVCache, beam: int = 0) -> Page | None:
@@ -82,29 +82,29 @@ def committed_page_is_linked(cache: KVCache, ordinal: int, life_cycle: int) -> b
     """Whether the request's page of a committed block is the tree's; None if it has none there, or the block is not committed."""
 
 def is_commit_allowed(cache: KVCache) -> bool:
-    """Whether tokens may still be committed: not after `stop_committing`, an end, or the close."""
+    """Whether tokens may still be committed. False after `stop_committing`, a commit with `is_end`, or `close`."""
 
 def num_tree_blocks(manager: KVCacheManager) -> int:
     """Cached blocks, roots not counted."""
 
 def num_roots(manager: KVCacheManager) -> int:
-    """Scopes under which something is cached, or being computed."""
+    """The number of scopes that have cached blocks, or blocks being computed."""
 
 def all_tree_blocks(manager: KVCacheManager) -> list[Block]:
     """Every cached block, parents before children; O(blocks)."""
 
 def all_tree_pages_droppable(manager: KVCacheManager) -> bool:
-    """Whether no cached page is held or locked, as after every request is closed."""
+    """Whether no cached page is held or locked. True once every request is closed."""
 
 def tree_path(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> list[Block]:
-    """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Whatever
-    their pages are."""
+    """The blocks along the tokens: full ones that are equal, then the one of the longest common beginning, if any. Blocks count
+    whether or not they have pages."""
 
 def page_of(block: Block, life_cycle: int) -> Page | None:
     """The page that a block lists."""
 
 def path_coverage(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int) -> list[int]:
-    """What the pages along the tokens are good for, block by block; 0 where there is none."""
+    """How many tokens of each block along the path its page covers; 0 where there is no page."""
 
 def path_levels(manager: KVCacheManager, tokens: Sequence[int | bytes], life_cycle: int = 0) -> list[int]:
     """The level of each page along the tokens; -1 where there is none."""
@@ -153,7 +153,7 @@ def make_test_block(
     """
 
 def close_test_block(block: StagedBlock) -> None:
-    """Take a test block out of the tree, its descendants and their pages with it. Idempotent."""
+    """Remove a test block, its descendants and their pages from the tree. Idempotent."""
 
 def test_block_key(block: StagedBlock) -> bytes:
     """The block's chained key."""
@@ -168,25 +168,26 @@ def current_gpu_ratio(manager: KVCacheManager) -> list[float]:
     """Each pool group's share of the bytes of all GPU slots."""
 
 def set_num_sampled_kv_caches(manager: KVCacheManager, count: int) -> None:
-    """Pretend that so many requests have been closed."""
+    """Set the number of closed requests that were sampled."""
 
 def set_last_adjustment_time(manager: KVCacheManager, seconds: float) -> None:
-    """Pretend that the last adjustment was then, on the manager's clock."""
+    """Set the time of the last adjustment, on the manager's clock."""
 
 def set_target_ratio_list_gpu(manager: KVCacheManager, ratios: Sequence[float]) -> None:
-    """Have the rebalancing aim at these shares of the GPU, by pool group; ConfigError for another number of them."""
+    """Set the target shares of the GPU, by pool group. Raises ConfigError unless there is one share per pool group."""
 
 def force_rebalance_precondition(manager: KVCacheManager, skew: float = 2.0) -> None:
-    """Have `need_adjustment` true as far as samples, cooldown and the first group's target, `skew` times its share, can make it.
+    """Set up samples, cooldown and targets so that `need_adjustment` becomes true. The first group's target is `skew` times its
+    share.
 
     Raises ConfigError (a ValueError) with fewer than two pool groups.
     """
 
 def grains_for_slots(num_slots: int, slot_sizes: Sequence[int], granularity: int) -> int:
-    """Grains of memory that the pools of one group need for so many slots."""
+    """Grains of memory that the pools of one group need for this many slots."""
 
 def grains_to_slots(grains: int, slot_sizes: Sequence[int], granularity: int) -> tuple[int, int]:
-    """(most slots that fit so many grains, grains that they use)."""
+    """(the most slots that fit this many grains, the grains that they use)."""
 
 def ratio_to_slot_count_list(
     quota: int, slot_sizes: Sequence[Sequence[int]], ratios: Sequence[float], granularity: int, min_slots: Sequence[int]
@@ -202,13 +203,13 @@ def compute_slots_for_batch(
     """Slots, by pool group, that a batch of requests needs: in this manager, or in one with these settings instead."""
 
 def attention_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
-    """Of full and windowed attention."""
+    """Ids of the life cycles with full or windowed attention."""
 
 def swa_life_cycle_ids(manager: KVCacheManager) -> list[LifeCycleId]:
-    """Of windowed attention."""
+    """Ids of the life cycles with windowed attention."""
 
 def ssm_life_cycle_id(manager: KVCacheManager) -> LifeCycleId | None:
-    """Of recurrent layers; None without them."""
+    """Id of the life cycle of recurrent layers; None if the model has none."""
 
 def pool_group_index(manager: KVCacheManager, life_cycle: int, level: CacheLevel = GPU_LEVEL) -> PoolGroupId:
     """The pool group of a life cycle."""

@@ -51,7 +51,7 @@ class KVCache(PageIndexViews):
 
     @property
     def id(self) -> Hashable:
-        """The engine's id of the request; None if it gave none."""
+        """The id that the engine gave the request; None if it gave none."""
 
     @property
     def manager(self) -> KVCacheManager:
@@ -149,10 +149,10 @@ class KVCache(PageIndexViews):
     def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
-        Returns False if there are too few pages. Nothing has changed then, and `last_shortage` says what is missing: suspend
-        another request and try again. A larger history says that its positions are computed: by this request below the old
-        capacity, elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed or leaving a
-        window). Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
+        Returns False, with nothing changed, if there are too few pages. `last_shortage` then says what is missing: suspend another
+        request and try again. A larger history says that its positions are computed: by this request below the old capacity,
+        elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed or leaving a window).
+        Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
         """
 
     def commit(
@@ -230,7 +230,7 @@ class KVCache(PageIndexViews):
         """
 
     def prefetch(self, target: SupportsIndex | None = None, level: SupportsIndex | None = None) -> bool:
-        """Start to move pages of this cache from colder levels to level `target`. `level` is the old name of the parameter.
+        """Start moving this cache's pages from colder levels to level `target`. `level` is the old name of the parameter.
 
         Returns False, with nothing changed, if that level has too few slots. Raises LogicError unless SUSPENDED.
         """

@@ -64,7 +64,7 @@ class KVCacheManager(ManagerReuse):
         lower is evicted earlier) of the page of (block ordinal, life cycle). Raises ConfigError for invalid tokens, an id without a
         hash, and a scope out of range.
 
-        `limits` bounds the match. `reuse_match`, from `find_reuse`, stands for scope, tokens and limits, which are omitted then.
+        `limits` bounds the match. `reuse_match`, from `find_reuse`, replaces the scope, the tokens and the limits: omit those.
         """
 
     def clear_reusable_blocks(self) -> None:
@@ -74,11 +74,12 @@ class KVCacheManager(ManagerReuse):
         """
 
     def drop_cached_pages(self, layer_group_id: SupportsIndex, page_indices: Integers) -> int:
-        """Drop the cached pages with these base page indices, as after a load of the engine's that failed. Returns their number.
+        """Drop the cached pages with these base page indices, for example after the engine failed to load them. Returns their
+        number.
 
         The blocks that cannot match without them leave the tree, with all that follows them. A page that a cache uses stays with
-        it. An index without a cached page of the layer group is passed over. O(pages of the pool group on the GPU). Raises
-        ConfigError, with nothing changed, for an index out of range.
+        it. Indices without a cached page of the layer group are ignored. O(pages of the pool group on the GPU). Raises ConfigError,
+        with nothing changed, for an index out of range.
         """
 
     def poison_reason(self) -> str | None:
@@ -113,9 +114,9 @@ class KVCacheManager(ManagerReuse):
 
         Every cache must be suspended. Pages that no longer fit move to a colder level or are dropped, in eviction order; pages of
         suspended caches are kept. `best_efforts` selects the largest feasible quota not above the requested one; for host memory it
-        leaves the larger of 1 GiB and 5 % of the available memory free. Where the level's slots are still in use by the device,
-        waits without the lock, so other threads can call the manager; also pages that they use meanwhile are kept. Raises
-        LogicError while a cache is ACTIVE, ConfigError for an unknown level.
+        leaves the larger of 1 GiB and 5 % of the available memory free. Waits while the device still uses slots of the level, but
+        without the lock: other threads can call the manager, and keep the pages that they use meanwhile. Raises LogicError while a
+        cache is ACTIVE, ConfigError for an unknown level.
         """
 
     @property

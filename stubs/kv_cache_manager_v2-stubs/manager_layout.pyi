@@ -1,4 +1,4 @@
-"""Questions to a manager about its memory, layout and settings. None of them changes a cache or moves a page."""
+"""Queries about a manager's memory, layout and settings. None of them changes a cache or moves a page."""
 
 from collections.abc import Iterable
 from typing import SupportsIndex

@@ -1,4 +1,4 @@
-"""The questions to a manager how much of a prompt is cached. None of them changes a cache or moves a page."""
+"""Queries for how much of a prompt is cached. None of them changes a cache or moves a page."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ class ManagerReuse(ManagerSteps):
     ) -> ReuseMatch:
         """As `probe_reuse`, with a result to create a cache from. Changes nothing and holds nothing.
 
-        For an admission that is tried again and again: the tree is searched again only if it has changed.
+        For a scheduler that retries admission: the tree is searched again only if it has changed.
         """
 
     @property

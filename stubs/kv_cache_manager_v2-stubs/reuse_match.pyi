@@ -1,4 +1,4 @@
-"""A match that an engine keeps between the question how much of a prompt is cached and the creation of the request."""
+"""A match that an engine keeps from the query for cached tokens until it creates the request."""
 
 from typing import SupportsIndex
 

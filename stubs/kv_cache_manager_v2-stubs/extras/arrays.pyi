@@ -1,6 +1,6 @@
 """numpy arrays over a layer's pages, on the emulated device, and over batch tables.
 
-Rule: needs numpy and nothing else; the same pages as torch tensors, on both devices, are in torch.py beside this file.
+Rule: needs only numpy. torch.py beside this file has the same views as torch tensors, on both devices.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def pool_array(
 ) -> npt.NDArray[Any]:
     """An array of shape (pages, *page_shape) over a layer's buffer, to be indexed by converted page indices. No copy.
 
-    Writing to it changes the pages, at once and outside of any stream's order: synchronise first. Raises ConfigError if a page
-    has other bytes than the shape and type say, and on a CUDA device, whose memory numpy cannot see.
+    Writing to it changes the pages, at once and outside of any stream's order: synchronise first. Raises ConfigError if the shape
+    and dtype do not add up to the bytes of a page, and on a CUDA device, whose memory numpy cannot access.
     """
 
 class BatchTables(PlainBatchTables):

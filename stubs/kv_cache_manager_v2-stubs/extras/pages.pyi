@@ -1,8 +1,8 @@
-"""Where the pages of one layer's buffer lie: what every view of them, array or tensor, starts from.
+"""Locates the pages of one layer's buffer, for the arrays and tensors that are made over them.
 
-Rule: a view is memory that the manager owns, seen through the engine's eyes; nothing is copied and nothing is owned. Page i is at
-base + stride * i for every page index i below `num_pages`, in the SHARED way of counting, which is what a page index converter
-gives by default. A view is for the manager's present size: make it again after a resize.
+Rule: a view refers to memory that the manager owns. It copies nothing and owns nothing. Page i is at base + stride * i for every
+page index i below `num_pages`, in PageIndexMode.SHARED, the default of a page-index converter. A view has the size of the level
+when it was made: make a new one after a resize.
 """
 
 from collections.abc import Sequence
