@@ -106,6 +106,26 @@ def learn_layers(model: PreTrainedModel) -> list[LayerPlan]:
     return plans
 
 
+def uses_states(model: PreTrainedModel, plans: Sequence[LayerPlan]) -> bool:
+    """Whether a pass of several tokens goes on from the recurrent states in the cache. Some models begin at zero again.
+
+    The states of each kind are changed before such a pass: its logits differ if they are used.
+    """
+    start, rest = torch.tensor([[0, 1, 2]], device=model.device), torch.tensor([[3, 4, 5]], device=model.device)
+    logits: list[torch.Tensor] = []
+    for changed in ("", *sorted({state.kind for plan in plans for state in plan.states})):
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        with torch.no_grad():
+            model(input_ids=start, cache=cache)
+            for layer in cache.layers:
+                if changed and isinstance(layer, LinearAttentionCacheLayerMixin):
+                    for state in (layer.conv_states if changed == CONV else layer.recurrent_states).values():
+                        if state is not None:
+                            state.add_(1)
+            logits.append(model(input_ids=rest, cache=cache).logits)
+    return not any(torch.equal(logits[0], other) for other in logits[1:])
+
+
 def _plan(index: int, layer: object) -> LayerPlan:
     if type(layer) not in _KNOWN:
         raise ConfigError(

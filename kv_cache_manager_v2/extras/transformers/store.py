@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, TypeAlias
@@ -10,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kv_cache_manager_v2.config import (
+    BatchDesc,
     CacheTierConfig,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
+    KVCacheDesc,
     KVCacheManagerConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
@@ -21,7 +24,7 @@ from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, OutOfPagesError
 from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.extras.transformers.cache import PagedCache
-from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, layer_configs, learn_layers
+from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, layer_configs, learn_layers, uses_states
 from kv_cache_manager_v2.ids import Stream
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.make_room import SuspendCheapest
@@ -29,6 +32,8 @@ from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
+
+_log: Final = logging.getLogger(__name__)
 
 Disk: TypeAlias = tuple[str, int]  # an existing directory, and bytes in it
 Configure: TypeAlias = Callable[[KVCacheManagerConfig], KVCacheManagerConfig]
@@ -71,8 +76,9 @@ class PagedStore:
 
     `gpu_bytes`, `host_bytes` and `disk`, a directory and bytes in it, are the memory of the pages. What each layer keeps is learnt
     from the model. `snapshot_every` is the number of generated tokens between two states of recurrent layers that can be reused; 0:
-    only those after each prefill and at the end. `configure` may change any other setting of the manager. Without `driver`, pages
-    are on the model's GPU, or in host memory for a model on the CPU. A store is used by one thread at a time.
+    only those after each prefill and at the end. `configure` may change any other setting of the manager, such as `typical_step`:
+    one prompt of 2,048 tokens that is computed, and three sequences as long that are decoded. Without `driver`, pages are on the
+    model's GPU, or in host memory for a model on the CPU. A store is used by one thread at a time.
 
     Raises ConfigError for a model whose layers keep something else than keys, values and recurrent states, or on several devices.
     """
@@ -94,11 +100,19 @@ class PagedStore:
         plans = learn_layers(model)
         self.is_recurrent: Final = any(plan.states for plan in plans)
         self.has_attention: Final = any(plan.attention for plan in plans)
+        self.one_by_one: Final = self.is_recurrent and not uses_states(model, plans)  # tokens after a prefix must be passed so
+        if self.one_by_one:
+            _log.warning(
+                "%s ignores its recurrent states in a forward pass of several tokens: after the first pass over a cache, "
+                "pass tokens one by one, as generate() of the store does",
+                type(model).__name__,
+            )
         config = KVCacheManagerConfig(
             tokens_per_block,
             make_tiers(gpu_bytes, host_bytes, disk),
             layer_configs(plans, tokens_per_block),
             max_util_for_resume=1.0,
+            typical_step=BatchDesc([KVCacheDesc(2048, 0)] + 3 * [KVCacheDesc(2048, 2047)]),
             commit_min_snapshot=self.is_recurrent,
             commit_stats_on_close=True,
         )
@@ -173,9 +187,12 @@ class PagedStore:
             raise ConfigError("assisted decoding takes tokens back, which recurrent layers cannot")
         rows = max(int(self._option(kwargs, "num_beams") or 1), int(self._option(kwargs, "num_return_sequences") or 1))
         ids, masks = input_ids.repeat_interleave(rows, 0), mask.repeat_interleave(rows, 0)
-        with self.open(ids, masks, scope=scope, reuse=not assisted) as cache:
-            if self.is_recurrent:
+        padded = not bool(mask.all())
+        with self.open(ids, masks, scope=scope, reuse=not assisted and not (padded and self.one_by_one)) as cache:
+            if self.is_recurrent and not padded:
                 self._prefill(cache, ids, int(self._option(kwargs, "prefill_chunk_size") or ids.shape[1]))
+            if self.one_by_one:
+                kwargs["prefill_chunk_size"] = None
             return self.model.generate(input_ids, attention_mask=mask, cache=cache, **kwargs)
 
     def close(self) -> None:
@@ -252,9 +269,9 @@ class PagedStore:
 
     def _prefill(self, cache: PagedCache, input_ids: torch.Tensor, chunk: int) -> None:
         """Compute prompts of one length up to the last block boundary before their end: equal prompts find a state there."""
-        if any(row.pad for row in cache.rows):
-            return
         stop = (input_ids.shape[1] - 1) // self.manager.tokens_per_block * self.manager.tokens_per_block
+        if self.one_by_one:
+            stop, chunk = (input_ids.shape[1] - 1, 1) if cache.length else (0, 0)
         with torch.no_grad():
             while cache.length < stop:
                 self.model(input_ids=input_ids[:, cache.length : min(stop, cache.length + chunk)], cache=cache)

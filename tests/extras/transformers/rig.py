@@ -49,10 +49,12 @@ def compute(model: PreTrainedModel, ids: torch.Tensor, cache: PagedCache | Dynam
 
 
 @contextmanager
-def open_store(model: PreTrainedModel, schedule: str = "eager", disk: tuple[str, int] | None = None) -> Iterator[PagedStore]:
-    """A store with as little memory on the GPU and the host as it can have. At the end its structures are checked."""
+def open_store(
+    model: PreTrainedModel, schedule: str = "eager", disk: tuple[str, int] | None = None, gpu_bytes: int = MIB
+) -> Iterator[PagedStore]:
+    """A store with little memory, by default the least that it can have on the GPU. At the end its structures are checked."""
     driver = EmulatedDriver(schedule, seed=3)
-    with PagedStore(model, gpu_bytes=MIB, host_bytes=MIB, disk=disk, tokens_per_block=32, driver=driver) as store:
+    with PagedStore(model, gpu_bytes=gpu_bytes, host_bytes=MIB, disk=disk, tokens_per_block=32, driver=driver) as store:
         yield store
         for cache in list(store.caches):
             cache.close()
