@@ -53,12 +53,14 @@ class TokenSource(ABC):
         self._generated = 0  # tokens of outputs so far
 
     def prompt(self, block_ids: Sequence[int], num_tokens: int) -> TokenBuffer:
-        """The first `num_tokens` tokens of the blocks, as an int32 buffer."""
+        """The first `num_tokens` tokens of the blocks, as an int32 buffer. Tokens after the last id occur nowhere else."""
         number_of = self._number_of
         block_size = self._block_size
         firsts = [number_of.setdefault(block_id, len(number_of)) * block_size + self._offset for block_id in block_ids]
         self._check_range()
-        return self._prompt(firsts, num_tokens)
+        named = min(num_tokens, len(firsts) * block_size)
+        tokens = self._prompt(firsts, named)
+        return tokens if named == num_tokens else self.joined([tokens, self.output(num_tokens - named)])
 
     def output(self, num_tokens: int) -> TokenBuffer:
         """Tokens that occur nowhere else in this run, as an int32 buffer."""

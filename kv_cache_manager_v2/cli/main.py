@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
-        passed = replay.run(options)
+        passed = options.run(options)
     except SystemExit as exit_request:  # argparse has printed the help or an error
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_USAGE
     except (TraceError, TokenRangeError, OutputError, KVCacheError) as error:

@@ -23,8 +23,6 @@ class Settings:
     """The options of a replay that are part of its report."""
 
     trace: str
-    trace_format: str
-    trace_block_size: int
     tokens_per_block: int
     layers: Layers
     concurrency: int
@@ -48,8 +46,9 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
     names = capacity.tier_names
     report: dict[str, Any] = {
         "trace": settings.trace,
-        "trace_format": settings.trace_format,
-        "trace_block_size": settings.trace_block_size,
+        "trace_format": trace.trace_format,
+        "trace_block_size": trace.block_size,
+        "trace_taken_for": trace.description,
         "tokens_per_block": settings.tokens_per_block,
         "layers": settings.layers.preset,
         "window": settings.layers.window,
@@ -97,7 +96,8 @@ def to_json(report: dict[str, Any]) -> str:
 def to_table(report: dict[str, Any]) -> str:
     """The report as a table of two columns, a blank line between groups."""
     rows: list[tuple[str, str]] = [
-        ("trace", f"{report['trace']} ({report['trace_format']}, blocks of {report['trace_block_size']} tokens)"),
+        ("trace", str(report["trace"])),
+        ("trace taken for", str(report["trace_taken_for"])),
         ("tokens per block", _number(report["tokens_per_block"])),
         ("layers", _layers(report)),
         ("blocks", ", ".join(f"{name} {_number(count)}" for name, count in report["blocks"].items())),

@@ -20,7 +20,7 @@ from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager
 from kv_cache_manager_v2.cli.capacity import Capacity
 from kv_cache_manager_v2.cli.contents import TokenSource
 from kv_cache_manager_v2.cli.stamps import PageStamps
-from kv_cache_manager_v2.cli.traces import TraceRecord
+from kv_cache_manager_v2.cli.trace_lines import TraceRecord
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.cli.contents import TokenBuffer

@@ -38,6 +38,14 @@ def test_a_partial_block_is_the_beginning_of_its_ids_block(make: Callable[[int, 
 
 
 @EITHER
+def test_tokens_after_the_last_id_occur_nowhere_else(make: Callable[[int, int], TokenSource]) -> None:
+    source = make(8, 0)
+    first, second = (list(source.prompt([4, 9], 21)) for _time in range(2))
+    assert first[:16] == second[:16]
+    assert len({*first, *second}) == 16 + 5 + 5
+
+
+@EITHER
 def test_the_seed_changes_the_tokens(make: Callable[[int, int], TokenSource]) -> None:
     assert list(make(8, 1).prompt([0], 8)) != list(make(8, 2).prompt([0], 8))
     assert list(make(8, 1).prompt([0], 8)) == list(make(8, 1).prompt([0], 8))

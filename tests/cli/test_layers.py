@@ -19,7 +19,8 @@ from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, NumpyTokenSource
 from kv_cache_manager_v2.cli.layers import Layers, make_layers
 from kv_cache_manager_v2.cli.main import main
 from kv_cache_manager_v2.cli.serving import Engine, Outcome
-from kv_cache_manager_v2.cli.traces import TraceRecord, read_trace
+from kv_cache_manager_v2.cli.trace_lines import TraceRecord
+from kv_cache_manager_v2.cli.traces import read_trace
 from tests.cli.helpers import Prompt, infinite_cache_hits, make_prompts, write_trace
 from tests.cli.reference import Kind, Name, Reference
 

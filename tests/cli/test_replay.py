@@ -16,7 +16,7 @@ from kv_cache_manager_v2.cli.capacity import TierBlocks, plan_capacity
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, NumpyTokenSource
 from kv_cache_manager_v2.cli.main import main
 from kv_cache_manager_v2.cli.serving import Engine
-from kv_cache_manager_v2.cli.traces import TraceRecord
+from kv_cache_manager_v2.cli.trace_lines import TraceRecord
 from tests.cli.helpers import Prompt, child_environment, infinite_cache_hits, lru_cache_hits, make_prompts, write_trace
 
 if TYPE_CHECKING:
@@ -160,6 +160,17 @@ def test_the_seed_and_max_records_do_what_they_say(tmp_path: Path, capsys: pytes
     first, second = (replay(capsys, trace, "--seed", seed, "--max-records", 25) for seed in (0, 99))
     assert first["whole"] == second["whole"] == summary(infinite_cache_hits(prompts[:25], BLOCK), prompts[:25])
     assert (first["seed"], second["seed"]) == (0, 99)
+
+
+def test_a_trace_without_ids_for_partial_blocks_hits_its_full_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt of two ids and a half, twice: the ids are found, the rest is computed again."""
+    prompt = {"timestamp": 0, "input_length": 2 * BLOCK + 16, "output_length": 0, "hash_ids": [1, 2]}
+    trace = tmp_path / "t"
+    trace.write_text(f"{json.dumps(prompt)}\n" * 2)
+    report = replay(capsys, trace, "--tokens-per-block", 8, "--verify")
+    assert report["whole"]["hit_tokens"] == 2 * BLOCK
+    assert report["trace_taken_for"] == "mooncake, ids of 32 tokens, partly filled last blocks have no id"
+    assert report["pages_dropped"] == report["page_mismatches"] == 0
 
 
 def test_sizes_in_gib_become_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
