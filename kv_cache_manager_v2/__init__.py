@@ -10,7 +10,7 @@ from kv_cache_manager_v2.backend import BACKEND  # before all others: it chooses
 # isort: split
 
 from kv_cache_manager_v2 import _introspection
-from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
+from kv_cache_manager_v2.batch_calls import commit_ahead_batch, commit_batch, resize_batch
 from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, create_default_kv_cache_cold_page_codec
@@ -98,7 +98,7 @@ from kv_cache_manager_v2.layout.life_cycle import AttnLifeCycle, LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.make_room import MakeRoom, SuspendCheapest, SuspendYoungest
+from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.renamed import find_old_paths
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
@@ -121,6 +121,7 @@ from kv_cache_manager_v2.statistics import (
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
+from kv_cache_manager_v2.suspension import SuspendCheapest, SuspendYoungest
 from kv_cache_manager_v2.token_slots import TokenSlots, slots_to_read, slots_to_write
 
 _KVCache = KVCache  # the reference's name
@@ -144,6 +145,7 @@ __all__ = [
     "AdjustResult",
     "PlannedDropHandle",
     "resize_batch",
+    "commit_ahead_batch",
     "commit_batch",
     "Step",
     "MakeRoom",

@@ -1,4 +1,7 @@
-"""Calls that resize or commit a batch of requests. They equal a loop over the requests, without its cost in Python."""
+"""Calls that resize or commit a batch of requests. They equal a loop over the requests, without its cost in Python.
+
+No cache may be in a batch twice: it would have two lengths in one step.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,38 @@ def resize_batch(caches: Sequence[KVCache], capacities: Integers, histories: Int
     """Call `caches[i].resize(capacities[i], histories[i])` in order until one returns False. Returns how many succeeded.
 
     Equal to the loop in lengths, pages, statistics and events. Raises the errors of `resize`, after earlier requests are resized.
-    Raises ConfigError, with nothing changed, if the lists differ in length or the caches in their manager.
+    Raises ConfigError, with nothing changed, for a cache given twice, and if the lists differ in length or the caches in their
+    manager.
     """
     settled = items_of(histories, "histories", "integers") if histories is not None else None
-    return batch.resize_all(requests_of(caches), items_of(capacities, "capacities", "integers"), settled)
+    return batch.resize_all(distinct_requests_of(caches), items_of(capacities, "capacities", "integers"), settled)
 
 
 def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
     """Call `caches[i].commit(tokens[i])` in order. An int in `tokens` is a list of that one token.
 
-    Raises the errors of `commit`, after earlier requests are committed. The text names the request that failed.
+    Raises the errors of `commit`, after earlier requests are committed. The text names the request that failed. Raises ConfigError,
+    with nothing changed, for a cache given twice.
     """
-    batch.commit_all(requests_of(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
+    batch.commit_all(distinct_requests_of(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
+
+
+def commit_ahead_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
+    """As `commit_batch`, by `caches[i].commit_ahead(tokens[i])`."""
+    batch.commit_ahead_all(distinct_requests_of(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
+
+
+def distinct_requests_of(caches: object) -> list[Request]:
+    """As `requests_of`. Raises ConfigError for a cache given twice."""
+    requests = requests_of(caches)
+    mark = object()  # of this call
+    for position in range(len(requests)):
+        request = requests[position]
+        if request.seen_by is mark:
+            first = requests.index(request)
+            raise ConfigError(f"caches[{position}] is caches[{first}] again; pass each cache once, with all of its new tokens")
+        request.seen_by = mark
+    return requests
 
 
 def requests_of(caches: object) -> list[Request]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, SupportsIndex
 
@@ -16,6 +17,7 @@ from kv_cache_manager_v2.arguments import (
     as_given,
     at_least,
     flag,
+    instance_or_none,
     renamed,
     request_id,
     unsigned,
@@ -25,6 +27,7 @@ from kv_cache_manager_v2.arguments import (
 )
 from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
+from kv_cache_manager_v2.make_room import MakeRoom, try_again
 from kv_cache_manager_v2.page_index_views import PageIndexViews
 from kv_cache_manager_v2.request import batch, beams, counts, planned_drop, residency
 from kv_cache_manager_v2.request import commit as committing
@@ -246,18 +249,24 @@ class KVCache(PageIndexViews):
         if not self.resize(None, at_least(value, "history_length", 0)):
             raise OutOfPagesError(f"too few pages for history_length {value}: {self._state.last_shortage}")
 
-    def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
+    def resize(
+        self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None, make_room: MakeRoom | None = None
+    ) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
         Returns False, with nothing changed, if there are too few pages. `last_shortage` then says what is missing: suspend another
-        request and try again. A larger history says that its positions are computed: by this request below the old capacity,
-        elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed or leaving a window).
-        Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
+        request and try again, or pass a policy that does so. A larger history says that its positions are computed: by this request
+        below the old capacity, elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed
+        or leaving a window). Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
         """
         state = self._state
-        if type(capacity) is int and history_length is None and state.stay_inside_block(capacity):
+        if type(capacity) is int and history_length is None and make_room is None and state.stay_inside_block(capacity):
             return True
-        return batch.resize(state, whole_or_none(capacity, "capacity"), whole_or_none(history_length, "history_length"))
+        policy = _policy(make_room)
+        longest, settled = whole_or_none(capacity, "capacity"), whole_or_none(history_length, "history_length")
+        if batch.resize(state, longest, settled):
+            return True
+        return policy is not None and try_again(policy, self, partial(batch.resize, state, longest, settled))
 
     # --- commit
 
@@ -295,8 +304,9 @@ class KVCache(PageIndexViews):
         history covers it, by `resize` or `commit`: queue its step on the cache's stream before. Until then a cache that matched it
         resumes on this stream only. `suspend()`, `close()` and a `resize` to fewer tokens take back what the history does not
         cover: the blocks leave the tree, `num_committed_tokens` becomes the history, and caches that matched them can only be
-        closed. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, with several beams or `commit_min_snapshot`,
-        ConfigError for invalid tokens or tokens beyond the capacity.
+        closed. With `commit_min_snapshot` the snapshot is made when the history reaches the committed length. O(tokens). Raises
+        LogicError unless ACTIVE and committing is allowed, and with several beams, ConfigError for invalid tokens or tokens beyond
+        the capacity.
         """
         state = self._state
         batch.commit_ahead(state, pack(input_tokens, state.text_only))
@@ -358,14 +368,21 @@ class KVCache(PageIndexViews):
         """Always raises ConfigError (a ValueError). To order other work after this cache's, record an event on `cuda_stream`."""
         raise ConfigError("finish_event exists only inside a transition; record an event of your own on cuda_stream")
 
-    def resume(self, cuda_stream: SupportsIndex | None = None) -> bool:
+    def resume(self, cuda_stream: SupportsIndex | None = None, make_room: MakeRoom | None = None) -> bool:
         """Onload and lock the pages, ready for work on the stream. False, with nothing changed but `last_shortage`, on a shortage.
 
-        A shortage is too few slots, or a GPU pool group of which other requests use more than `max_util_for_resume`. The stream
-        waits for the loads. Raises LogicError unless SUSPENDED, or if no stream was ever given.
+        A shortage is too few slots, or a GPU pool group of which other requests use more than `max_util_for_resume`. `make_room` is
+        asked before that is the answer. The stream waits for the loads. Raises LogicError unless SUSPENDED, or if no stream was
+        ever given.
         """
-        state = self._state
+        policy = _policy(make_room)
         stream = unsigned_or_none(cuda_stream, "cuda_stream")
+        if self._resume(stream):
+            return True
+        return policy is not None and try_again(policy, self, partial(self._resume, stream))
+
+    def _resume(self, stream: Stream | None) -> bool:
+        state = self._state
         with self._shared.lock, Call(self._shared, "resume()"):
             state.require(SUSPENDED, "resume()")
             if stream is None and not state.stream_set:
@@ -457,6 +474,10 @@ class KVCache(PageIndexViews):
         """Set the counts since the last `commit_pending_stats()` to 0."""
         with self._shared.lock, Call(self._shared, "discard_pending_stats()"):
             counts.discard_stats(self._state)
+
+
+def _policy(make_room: object) -> MakeRoom | None:
+    return instance_or_none(make_room, MakeRoom, "make_room")  # type: ignore[type-abstract]
 
 
 _KVCache = KVCache

@@ -1,103 +1,62 @@
-"""Make-room policies: which other cache gives up pages when a request of a step has a shortage."""
+"""Make-room policies: which other cache gives up pages when a request has a shortage."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import instances
-from kv_cache_manager_v2.ids import GPU_LEVEL
-from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.request.request import ACTIVE, Request
-from kv_cache_manager_v2.request.residency import cost_of_return
+from kv_cache_manager_v2.arguments import flag
+from kv_cache_manager_v2.request.request import ACTIVE
 from kv_cache_manager_v2.storage.planner import Shortage
+
+if TYPE_CHECKING:
+    from kv_cache_manager_v2.kv_cache import KVCache
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MakeRoom(ABC):
-    """A make-room policy. A step (`KVCacheManager.step`) asks it for each request whose shortage is not permanent."""
+    """A make-room policy. A step, `resize` and `resume` ask the one that they are given, unless the shortage is permanent."""
 
     @abstractmethod
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
         """Free pages for the cache that has the shortage: suspend or close other caches, of the step or not.
 
-        `candidates` are the other ACTIVE caches of the step, in its order. True: the request is tried again, and this is called
-        again as long as the shortage has become smaller. False: the request does not take part in the step.
+        `candidates` are the other ACTIVE caches of the step, in its order; there are none outside a step, where the policy has to
+        know the caches itself. True: the request is tried again, and this is called again as long as the shortage has become
+        smaller. False: the call returns False, or the request does not take part in the step.
         """
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class SuspendYoungest(MakeRoom):
-    """Suspends the cache that was created last, if it is younger than the one with the shortage and has pages that no other cache
-    uses.
+def made_room(
+    policy: MakeRoom, asking: KVCache, shortage: Shortage | None, last: Shortage | None, candidates: Sequence[KVCache]
+) -> bool:
+    """Ask a policy. False if it has no answer, or if its last one has not lessened the shortage.
 
-    The oldest request always keeps its pages, and two requests never suspend each other in turn. `also` are further caches
-    that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
+    `last` is the shortage of the cache before the policy was last asked for it; None if it was not.
     """
-
-    def __init__(self, also: Sequence[KVCache] = ()) -> None:
-        instances(also, KVCache, "also")
-        self.also: Sequence[KVCache] = also
-
-    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
-        chosen: KVCache | None = None
-        age = asking.state.serial
-        for cache in _suspendable(asking, shortage, candidates, self.also):
-            if cache.state.serial > age and cost_of_return(cache.state, shortage.pool_group)[0] > 0:
-                chosen, age = cache, cache.state.serial
-        return _suspend(chosen)
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class SuspendCheapest(MakeRoom):
-    """Suspends the cache with the fewest bytes to load when it resumes, among those that end the shortage. If none does, suspends
-    the one that reduces it most. Pages that other requests use too stay where they are, and are not counted. O(pages of the
-    candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each shortage. Suspends
-    nothing if no colder tier has room.
-    """
-
-    def __init__(self, also: Sequence[KVCache] = ()) -> None:
-        instances(also, KVCache, "also")
-        self.also: Sequence[KVCache] = also
-
-    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
-        chosen: KVCache | None = None
-        most, least = 0, 0  # slots that the chosen one frees, as far as they are missing; bytes to load for it
-        for cache in _suspendable(asking, shortage, candidates, self.also):
-            slots, nbytes = cost_of_return(cache.state, shortage.pool_group)
-            useful = min(slots, shortage.missing)
-            if useful > most or (useful == most > 0 and nbytes < least):
-                chosen, most, least = cache, useful, nbytes
-        return _suspend(chosen)
-
-
-def _suspendable(asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache], also: Sequence[KVCache]) -> list[KVCache]:
-    """The caches that can be suspended; none if their pages could not leave the GPU."""
-    request = asking.state
-    if not _has_room_below(request, shortage.pool_group):
-        return []
-    found: list[KVCache] = []
-    for cache in [*candidates, *instances(also, KVCache, "also")]:
-        other = cache.state
-        if other.status == ACTIVE and other is not request and other.shared is request.shared:
-            found.append(cache)
-    return found
-
-
-def _has_room_below(request: Request, pool_group: int) -> bool:
-    """Whether a colder level has a slot that is free, or whose page can be dropped."""
-    hierarchy = request.shared.hierarchy
-    for level in range(GPU_LEVEL + 1, hierarchy.num_levels):
-        cell = hierarchy.level_cells(level)[pool_group]
-        if cell.free > 0 or cell.num_droppable > 0:
-            return True
-    return False
-
-
-def _suspend(cache: KVCache | None) -> bool:
-    if cache is None:
+    if shortage is None or shortage.permanent:
         return False
-    cache.suspend()
-    return True
+    same = last is not None and (last.pool_group, last.gate) == (shortage.pool_group, shortage.gate)
+    if last is not None and same and last.missing <= shortage.missing:
+        return False
+    ask: Callable[..., object] = policy.make_room
+    return flag(ask(asking, shortage, candidates), "the answer of make_room()")
+
+
+def try_again(policy: MakeRoom, asking: KVCache, call: Callable[[], bool]) -> bool:
+    """Repeat a call that had a shortage as long as the policy makes room. Returns whether it has succeeded."""
+    state = asking.state
+    status = state.status  # that the call needs: the policy may suspend, resume or close the cache itself
+    last: Shortage | None = None
+    while True:
+        shortage = state.last_shortage
+        if not made_room(policy, asking, shortage, last, []):
+            return False
+        if state.status != status:
+            return state.status == ACTIVE
+        if call():
+            return True
+        last = shortage

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, SupportsIndex
 
-from kv_cache_manager_v2.arguments import IntBuffer, Integers, at_least, flag, instance, instance_or_none, items_of
-from kv_cache_manager_v2.batch_calls import requests_of
+from kv_cache_manager_v2.arguments import IntBuffer, Integers, at_least, instance, instance_or_none, items_of
+from kv_cache_manager_v2.batch_calls import distinct_requests_of
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.ids import PageIndexMode
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter
-from kv_cache_manager_v2.make_room import MakeRoom
+from kv_cache_manager_v2.make_room import MakeRoom, made_room
 from kv_cache_manager_v2.manager_statistics import ManagerStatistics
 from kv_cache_manager_v2.request import batch
 from kv_cache_manager_v2.request.request import ACTIVE, Request
@@ -33,7 +33,7 @@ class Step:
 
     At its beginning each cache gets pages for its new tokens, which follow its history. At its end, tokens are committed or
     histories advanced, as the block asked, unless it raised. A step equals the loops over `resize` and `commit` in lengths, pages,
-    statistics and events.
+    statistics and events. `commit_ahead` commits before the step is queued, so that others can match the tokens.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class Step:
         self._policy = policy
         self._phase = _NEW
         self._advance: list[int] | None = None  # tokens by which histories advance at the end
+        self._ahead = False  # whether tokens were committed ahead
         self._short: list[int] = []  # positions of the caches that got no pages
-        self._suspended: list[int] = []  # positions of those that were ACTIVE before the policy was asked, and are no more
+        self._suspended: dict[int, None] = {}  # positions of those that the policy suspended or closed, in order
         self._positions: list[int] | None = None  # of the others, if these are not all
 
     def __enter__(self) -> Step:
@@ -73,14 +74,15 @@ class Step:
         if self._phase != _OPEN:
             return
         self._phase = _ENDED
-        if kind is not None:
-            return
         requests = self._taking_part()
-        if self._tokens is not None:
+        if kind is not None:
+            if self._ahead:
+                batch.take_back_all(requests)
+        elif self._tokens is not None:
             batch.commit_all(requests, self._tokens)
-        elif self._advance is not None:
+        elif self._ahead or self._advance is not None:
             capacities: list[object] = [request.capacity for request in requests]
-            histories: list[object] = [requests[number].history + self._advance[number] for number in range(len(requests))]
+            histories: list[object] = [self._new_history(number, request) for number, request in enumerate(requests)]
             done = batch.resize_all(requests, capacities, histories)
             if done < len(requests):
                 raise OutOfPagesError(f"caches[{done}] cannot advance its history: {requests[done].last_shortage}")
@@ -136,9 +138,7 @@ class Step:
 
     def rows(self, tables: PlainBatchTables, out: IntBuffer | None = None) -> IntBuffer:
         """The row of each cache in batch tables: see `PlainBatchTables.rows`."""
-        from kv_cache_manager_v2.batch_tables import (
-            PlainBatchTables,
-        )  # not above: that module needs the manager, which needs this one
+        from kv_cache_manager_v2.batch_tables import PlainBatchTables  # not above: it needs the manager, which needs this module
 
         self._require_open("rows()")
         return instance(tables, PlainBatchTables, "tables").rows(self.caches, out)
@@ -153,6 +153,18 @@ class Step:
         self._require_open("commit()")
         self._tokens = self._one_for_each(tokens, "tokens", "ids, or sequences of tokens")
         self._advance = None
+
+    def commit_ahead(self, tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
+        """Commit these tokens now, ahead of their computation: an id, or a sequence of tokens, for each of `caches`.
+
+        Queue the step afterwards. At its end histories advance over all committed tokens, unless `advance` or `commit` was called
+        for other lengths. After an exception in the block the tokens are taken back. Raises the errors of `KVCache.commit_ahead`,
+        after earlier caches are committed.
+        """
+        self._require_open("commit_ahead()")
+        given = self._one_for_each(tokens, "tokens", "ids, or sequences of tokens")
+        self._ahead = True
+        batch.commit_ahead_all(self._taking_part(), given)
 
     def advance(self, num_tokens: Integers | None = None) -> None:
         """Advance the history of each of `caches` by this many tokens when the block ends, without a commit. None: all new tokens.
@@ -190,43 +202,55 @@ class Step:
         positions = self._positions
         return self._requests if positions is None else [self._requests[position] for position in positions]
 
+    def _new_history(self, number: int, request: Request) -> int:
+        """The history of a cache at the end of a step that commits nothing then."""
+        if self._advance is not None:
+            return request.history + self._advance[number]
+        return max(request.history, request.committed)
+
     def _begin_short(self, position: int) -> None:
         """Go on from the first cache with a shortage: ask the policy, and leave out those for which it has no answer."""
         requests = self._requests
         count = len(requests)
+        sized = [number < position for number in range(count)]
         out = [False] * count
-        asked = -1  # position of the cache for which the policy was asked last
-        lacked: Shortage | None = None  # what that one lacked then
+        lacked: list[Shortage | None] = [None] * count  # what each lacked when the policy was asked for it last
         while position < count:
             shortage = requests[position].last_shortage
-            if not self._find_room(position, shortage, lacked if asked == position else None, out):
+            if not self._find_room(position, shortage, lacked[position], out):
                 self._short.append(position)
                 out[position] = True
-            asked, lacked = position, shortage
-            position = batch.resize_step(requests, self._counts, position, out)
+            lacked[position] = shortage
+            first = position
+            for number in range(position):
+                if not (sized[number] or out[number]):
+                    first = min(first, number)  # it was suspended before its turn, and is ACTIVE again
+            skipped = [sized[number] or out[number] for number in range(count)]
+            position = batch.resize_step(requests, self._counts, first, skipped)
+            for number in range(first, position):
+                sized[number] = sized[number] or not out[number]
         self._positions = [number for number in range(count) if not out[number]]
         if self._tokens is not None:
             self._tokens = [self._tokens[number] for number in self._positions]
 
     def _find_room(self, position: int, shortage: Shortage | None, last: Shortage | None, out: list[bool]) -> bool:
-        """Ask the policy. False if the cache must do without the step. Marks the caches that are no longer ACTIVE in `out`.
+        """Ask the policy. False if the cache must do without the step. Marks the caches that are not ACTIVE in `out`.
 
         `last` is the shortage of the cache before the policy was last asked for it; None if it was not.
         """
         policy = self._policy
-        if policy is None or shortage is None or shortage.permanent:
-            return False
-        if last is not None and last.pool_group == shortage.pool_group and last.missing <= shortage.missing:
+        if policy is None:
             return False
         requests = self._requests
-        before = [number for number in range(len(requests)) if requests[number].status == ACTIVE]
-        candidates = [self._given[number] for number in before if number != position]
-        ask: Callable[..., object] = policy.make_room
-        answer = flag(ask(self._given[position], shortage, candidates), "the answer of make_room()")
-        for number in before:
+        others = [number for number in range(len(requests)) if requests[number].status == ACTIVE and number != position]
+        answer = made_room(policy, self._given[position], shortage, last, [self._given[number] for number in others])
+        for number in range(len(requests)):
             if requests[number].status != ACTIVE:
+                self._suspended[number] = None
                 out[number] = True
-                self._suspended.append(number)
+            elif number in self._suspended:  # an earlier answer suspended it, and this one resumed it
+                del self._suspended[number]
+                out[number] = number in self._short
         return answer or out[position]
 
 
@@ -259,7 +283,7 @@ class ManagerSteps(ManagerStatistics):
 
         Entering raises the errors of `resize`, after earlier caches are resized; leaving raises those of `commit`.
         """
-        requests = requests_of(caches)
+        requests = distinct_requests_of(caches)
         handles = list(caches)
         if requests and requests[0].shared is not self._shared:
             raise ConfigError("caches belong to another manager; call step() of that one")

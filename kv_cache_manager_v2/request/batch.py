@@ -13,7 +13,7 @@ from kv_cache_manager_v2.arguments import at_least, whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
-from kv_cache_manager_v2.request import growth
+from kv_cache_manager_v2.request import growth, publication
 from kv_cache_manager_v2.request.beams import choose_beams
 from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.publication import check_settled
@@ -183,6 +183,32 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
         except KVCacheError as error:
             _name_request(error, requests[position], position)
             raise
+
+
+def commit_ahead_all(requests: list[Request], tokens: list[object]) -> None:
+    """Commit to each request ahead, in order; an int means a list of that one token."""
+    count = len(requests)
+    if len(tokens) != count:
+        raise ConfigError(f"{count} caches need {count} token lists, got {len(tokens)}")
+    if count == 0:
+        return
+    position = 0
+    with requests[0].shared.lock:
+        try:
+            for position in range(count):
+                request = requests[position]
+                scalar = _scalar(tokens[position])
+                commit_ahead(request, pack(tokens[position] if scalar is None else [scalar], request.text_only))
+        except KVCacheError as error:
+            _name_request(error, requests[position], position)
+            raise
+
+
+def take_back_all(requests: list[Request]) -> None:
+    """Take back what is committed ahead of the history of each request."""
+    for request in requests:
+        with request.shared.lock, Call(request.shared, "taking back tokens"):
+            publication.take_back(request)
 
 
 def _name_request(error: KVCacheError, request: Request, position: int) -> None:

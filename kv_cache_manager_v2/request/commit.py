@@ -11,13 +11,13 @@ from librt.strings import write_i32_le
 from mypy_extensions import i32
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.ids import NULL_POINT, PRIORITY_DEFAULT, Point
+from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import publication
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.growth import advance_history
 from kv_cache_manager_v2.request.publication import Publication
 from kv_cache_manager_v2.request.request import ACTIVE, Request
-from kv_cache_manager_v2.request.snapshot import Snapshot, existing_parent, insert_tail, may_publish, parent_of
+from kv_cache_manager_v2.request.snapshot import existing_parent, insert_tail, make_snapshot, may_publish, parent_of
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
@@ -78,10 +78,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
     size = request.tokens_per_block
     after = request.committed + tokens.num_tokens
     history = max(request.history, after)
-    snapshots = request.shared.commit_min_snapshot and not is_end and request.makes_snapshot(after)
-    priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state; the callback is called before anything changes
-    if snapshots and request.recurrent is not None:
-        priority = request.page_priority((after - 1) // size, request.recurrent.life_cycle)
+    snapshot = None if is_end else make_snapshot(request, after, _last_beam(request, beams))
     first = len(request.path)
     full = after // size
     rest = _rest(request, tokens, full)
@@ -91,9 +88,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
     end = existing_parent(request)
     if full > first and end is not None and end.attached:
         end = _wait_for_existing(request, end, tokens, full)
-    snapshot: Snapshot | None = None
-    if snapshots:
-        snapshot = Snapshot(request, full, after, _last_beam(request, beams), priority)
+    if snapshot is not None:
         with snapshot:
             snapshot.copy(end, request.tail.getvalue() + rest if full == first else rest)
     if request.published is not None:
@@ -121,9 +116,7 @@ def commit(request: Request, tokens: TokenSequence, beams: list[int], is_end: bo
 
 def check_ahead(request: Request, count: int) -> None:
     """Raise unless `count` more tokens may be committed ahead now. Changes nothing."""
-    if request.shared.commit_min_snapshot:
-        raise LogicError("commit_ahead() with commit_min_snapshot: a snapshot is made of computed tokens only; use commit()")
-    if request.width > 1:
+    if request.width > 1:  # a commit keeps the pages of one beam, and taking it back could not restore those of the others
         raise LogicError(
             f"commit_ahead() at beam width {request.width}: the beam of a token is known once it is computed; use commit()"
         )
@@ -160,8 +153,7 @@ def commit_ahead(request: Request, tokens: TokenSequence) -> None:
     request.tail.write(rest)
     request.committed = after
     publication.set_computed(request, request.history, point)
-    if request.published is not None:
-        request.next_stale = min(request.next_stale, published.next_end(size))
+    request.next_stale = min(request.next_stale, request.next_computed())
     request.set_capacity(request.capacity)
 
 

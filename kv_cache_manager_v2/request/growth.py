@@ -16,6 +16,7 @@ from kv_cache_manager_v2.request import publication, scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.request.reservation import Reservation
+from kv_cache_manager_v2.request.snapshot import Snapshot, existing_parent, snapshot_at
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.planner import Shortage
 
@@ -77,10 +78,11 @@ def resize(request: Request, capacity: int, history: int) -> bool:
         return True
     change = _Change(request, capacity, history)
     change.check()
-    return _resize(request, change, change.ask_priorities())
+    priorities = change.ask_priorities()
+    return _resize(request, change, priorities, snapshot_at(request, history))
 
 
-def _resize(request: Request, change: _Change, priorities: list[int]) -> bool:
+def _resize(request: Request, change: _Change, priorities: list[int], snapshot: Snapshot | None) -> bool:
     shared = request.shared
     point = shared.timeline.record(request.stream) if change.needs_point() else NULL_POINT
     reservation = Reservation(shared, request.stream)
@@ -92,7 +94,12 @@ def _resize(request: Request, change: _Change, priorities: list[int]) -> bool:
             return False
         change.reserve(reservation)
         reservation.wait()
+        if snapshot is not None:
+            with snapshot:
+                snapshot.copy(existing_parent(request), request.tail.getvalue())
     change.install(reservation, priorities, point)
+    if snapshot is not None:
+        snapshot.install()
     request.last_shortage = None
     return True
 

@@ -80,7 +80,7 @@ class Request:
         self.block_start = 0  # a capacity in (block_start, block_end] needs exactly num_blocks blocks
         self.block_end = 0
         self.scratch_from = NEVER  # a smaller capacity needs no scratch slots, at this or any later history
-        self.next_stale = 0  # a smaller history makes no further block stale, and computes none
+        self.next_stale = 0  # a smaller history makes no further block stale, computes none, and needs no snapshot
         # Pages.
         hierarchy = shared.hierarchy
         self.tables: list[BlockTable] = [
@@ -127,6 +127,7 @@ class Request:
             None  # counts that the engine has not committed; None if statistics are off for manager and request
         )
         self.started = False  # whether the request has been resumed before
+        self.seen_by: object = None  # the latest batch call in whose list it was
         self.set_history(0)
 
     # --- pages
@@ -233,13 +234,18 @@ class Request:
             for table in self.tables:
                 table.set_history(history)
                 soonest = min(soonest, table.life_cycle.next_stale_change(history))
-            if self.published is not None:
-                soonest = min(soonest, self.published.next_end(self.tokens_per_block))
-            self.next_stale = soonest
+            self.next_stale = min(soonest, self.next_computed())
         if self.scratch:
             self.scratch_from = self._scratch_from(history)
         else:
             self.scratch_from = NEVER
+
+    def next_computed(self) -> int:
+        """The smallest history that covers an uncomputed block, or at which a snapshot is due; NEVER if nothing is uncomputed."""
+        if self.published is None:
+            return NEVER
+        end = self.published.next_end(self.tokens_per_block)
+        return min(end, self.committed) if self.shared.commit_min_snapshot else end
 
     def _scratch_from(self, history: int) -> int:
         """Compute `scratch_from`: the stale range at (capacity - rewind) must reach beyond the block in which the history ends."""

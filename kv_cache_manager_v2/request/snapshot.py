@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from kv_cache_manager_v2.ids import PRIORITY_DEFAULT
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
@@ -128,6 +129,27 @@ class Snapshot:
                 shared.hierarchy.unlist(page)
         for page in self.void:
             shared.tree.drop_page(page)
+
+
+def snapshot_at(request: Request, history: int) -> Snapshot | None:
+    """The snapshot that is due when the history reaches the end of the tokens committed ahead; None if there is none.
+
+    Calls the priority callback.
+    """
+    if request.published is None or history != request.committed:
+        return None
+    return make_snapshot(request, history, request.last_beam)
+
+
+def make_snapshot(request: Request, committed: int, beam: int) -> Snapshot | None:
+    """The snapshot of a commit up to this length; None if it makes none. Calls the priority callback."""
+    if not request.shared.commit_min_snapshot or not request.makes_snapshot(committed):
+        return None
+    size = request.tokens_per_block
+    priority = PRIORITY_DEFAULT  # of the snapshot of the recurrent state
+    if request.recurrent is not None:
+        priority = request.page_priority((committed - 1) // size, request.recurrent.life_cycle)
+    return Snapshot(request, committed // size, committed, beam, priority)
 
 
 def may_publish(request: Request, block: Block) -> bool:

@@ -5,7 +5,7 @@ The public face: names are re-exported here and nothing is decided here. Start w
 
 from kv_cache_manager_v2 import _introspection
 from kv_cache_manager_v2.backend import BACKEND
-from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
+from kv_cache_manager_v2.batch_calls import commit_ahead_batch, commit_batch, resize_batch
 from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, create_default_kv_cache_cold_page_codec
@@ -93,7 +93,7 @@ from kv_cache_manager_v2.layout.life_cycle import AttnLifeCycle, LifeCycle
 from kv_cache_manager_v2.layout.page_index import PageIndexConverter, ScratchDesc
 from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc, PoolGroupDesc, SlotDesc, SlotDescVariant
 from kv_cache_manager_v2.listener import CacheListener
-from kv_cache_manager_v2.make_room import MakeRoom, SuspendCheapest, SuspendYoungest
+from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
@@ -115,6 +115,7 @@ from kv_cache_manager_v2.statistics import (
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.storage.resize import AdjustResult, ResizeResult
+from kv_cache_manager_v2.suspension import SuspendCheapest, SuspendYoungest
 from kv_cache_manager_v2.token_slots import TokenSlots, slots_to_read, slots_to_write
 
 _KVCache = KVCache
@@ -134,6 +135,7 @@ __all__ = [
     "AdjustResult",
     "PlannedDropHandle",
     "resize_batch",
+    "commit_ahead_batch",
     "commit_batch",
     "Step",
     "MakeRoom",

@@ -10,6 +10,7 @@ from typing import ClassVar, SupportsIndex
 
 from kv_cache_manager_v2.arguments import Integers
 from kv_cache_manager_v2.ids import Stream
+from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.page_index_views import PageIndexViews
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
@@ -146,13 +147,15 @@ class KVCache(PageIndexViews):
 
     @history_length.setter
     def history_length(self, value: SupportsIndex) -> None: ...
-    def resize(self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None) -> bool:
+    def resize(
+        self, capacity: SupportsIndex | None, history_length: SupportsIndex | None = None, make_room: MakeRoom | None = None
+    ) -> bool:
         """Set the capacity and the history, in tokens; None keeps a value. All or nothing.
 
         Returns False, with nothing changed, if there are too few pages. `last_shortage` then says what is missing: suspend another
-        request and try again. A larger history says that its positions are computed: by this request below the old capacity,
-        elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed or leaving a window).
-        Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
+        request and try again, or pass a policy that does so. A larger history says that its positions are computed: by this request
+        below the old capacity, elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed
+        or leaving a window). Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
         """
 
     def commit(
@@ -179,8 +182,9 @@ class KVCache(PageIndexViews):
         history covers it, by `resize` or `commit`: queue its step on the cache's stream before. Until then a cache that matched it
         resumes on this stream only. `suspend()`, `close()` and a `resize` to fewer tokens take back what the history does not
         cover: the blocks leave the tree, `num_committed_tokens` becomes the history, and caches that matched them can only be
-        closed. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, with several beams or `commit_min_snapshot`,
-        ConfigError for invalid tokens or tokens beyond the capacity.
+        closed. With `commit_min_snapshot` the snapshot is made when the history reaches the committed length. O(tokens). Raises
+        LogicError unless ACTIVE and committing is allowed, and with several beams, ConfigError for invalid tokens or tokens beyond
+        the capacity.
         """
 
     def prefill_end(self, prompt_length: SupportsIndex) -> int:
@@ -216,11 +220,12 @@ class KVCache(PageIndexViews):
     def finish_event(self) -> object:
         """Always raises ConfigError (a ValueError). To order other work after this cache's, record an event on `cuda_stream`."""
 
-    def resume(self, cuda_stream: SupportsIndex | None = None) -> bool:
+    def resume(self, cuda_stream: SupportsIndex | None = None, make_room: MakeRoom | None = None) -> bool:
         """Onload and lock the pages, ready for work on the stream. False, with nothing changed but `last_shortage`, on a shortage.
 
-        A shortage is too few slots, or a GPU pool group of which other requests use more than `max_util_for_resume`. The stream
-        waits for the loads. Raises LogicError unless SUSPENDED, or if no stream was ever given.
+        A shortage is too few slots, or a GPU pool group of which other requests use more than `max_util_for_resume`. `make_room` is
+        asked before that is the answer. The stream waits for the loads. Raises LogicError unless SUSPENDED, or if no stream was
+        ever given.
         """
 
     def suspend(self) -> None:

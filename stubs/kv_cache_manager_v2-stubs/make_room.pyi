@@ -1,43 +1,30 @@
-"""Make-room policies: which other cache gives up pages when a request of a step has a shortage."""
+"""Make-room policies: which other cache gives up pages when a request has a shortage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.storage.planner import Shortage
 
 class MakeRoom(ABC):
-    """A make-room policy. A step (`KVCacheManager.step`) asks it for each request whose shortage is not permanent."""
+    """A make-room policy. A step, `resize` and `resume` ask the one that they are given, unless the shortage is permanent."""
 
     @abstractmethod
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
         """Free pages for the cache that has the shortage: suspend or close other caches, of the step or not.
 
-        `candidates` are the other ACTIVE caches of the step, in its order. True: the request is tried again, and this is called
-        again as long as the shortage has become smaller. False: the request does not take part in the step.
+        `candidates` are the other ACTIVE caches of the step, in its order; there are none outside a step, where the policy has to
+        know the caches itself. True: the request is tried again, and this is called again as long as the shortage has become
+        smaller. False: the call returns False, or the request does not take part in the step.
         """
 
-class SuspendYoungest(MakeRoom):
-    """Suspends the cache that was created last, if it is younger than the one with the shortage and has pages that no other cache
-    uses.
+def made_room(
+    policy: MakeRoom, asking: KVCache, shortage: Shortage | None, last: Shortage | None, candidates: Sequence[KVCache]
+) -> bool:
+    """Ask a policy. False if it has no answer, or if its last one has not lessened the shortage.
 
-    The oldest request always keeps its pages, and two requests never suspend each other in turn. `also` are further caches
-    that may be suspended: a list that the engine keeps, read at each shortage. Suspends nothing if no colder tier has room.
+    `last` is the shortage of the cache before the policy was last asked for it; None if it was not.
     """
 
-    also: Sequence[KVCache]
-
-    def __init__(self, also: Sequence[KVCache] = ()) -> None: ...
-    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool: ...
-
-class SuspendCheapest(MakeRoom):
-    """Suspends the cache with the fewest bytes to load when it resumes, among those that end the shortage. If none does, suspends
-    the one that reduces it most. Pages that other requests use too stay where they are, and are not counted. O(pages of the
-    candidates). `also` are further caches that may be suspended: a list that the engine keeps, read at each shortage. Suspends
-    nothing if no colder tier has room.
-    """
-
-    also: Sequence[KVCache]
-
-    def __init__(self, also: Sequence[KVCache] = ()) -> None: ...
-    def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool: ...
+def try_again(policy: MakeRoom, asking: KVCache, call: Callable[[], bool]) -> bool:
+    """Repeat a call that had a shortage as long as the policy makes room. Returns whether it has succeeded."""

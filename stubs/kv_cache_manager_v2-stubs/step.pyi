@@ -20,7 +20,7 @@ class Step:
 
     At its beginning each cache gets pages for its new tokens, which follow its history. At its end, tokens are committed or
     histories advanced, as the block asked, unless it raised. A step equals the loops over `resize` and `commit` in lengths, pages,
-    statistics and events.
+    statistics and events. `commit_ahead` commits before the step is queued, so that others can match the tokens.
     """
 
     def __init__(
@@ -80,6 +80,14 @@ class Step:
         """Commit these tokens when the block ends: an id, or a sequence of tokens, for each of `caches`. The last call counts.
 
         Raises ConfigError for another number of items. Invalid tokens raise the errors of `KVCache.commit` at the end.
+        """
+
+    def commit_ahead(self, tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
+        """Commit these tokens now, ahead of their computation: an id, or a sequence of tokens, for each of `caches`.
+
+        Queue the step afterwards. At its end histories advance over all committed tokens, unless `advance` or `commit` was called
+        for other lengths. After an exception in the block the tokens are taken back. Raises the errors of `KVCache.commit_ahead`,
+        after earlier caches are committed.
         """
 
     def advance(self, num_tokens: Integers | None = None) -> None:

@@ -105,6 +105,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "capacities": always([11]),
     "histories": always([7]),
     "commit_batch.tokens": always([[100]]),
+    "commit_ahead_batch.tokens": always([[100]]),
     # configuration
     "KVCacheManagerConfig.tokens_per_block": always(4),
     "tokens_per_block": always(4),
@@ -167,6 +168,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "also": lambda scene: [scene.active],
     "Step.advance.num_tokens": always([3]),
     "Step.commit.tokens": always([[100]]),
+    "Step.commit_ahead.tokens": always([[100]]),
     "Step.rows.tables": lambda scene: scene.step_tables,
     "KVCacheManager.step.tokens": always([[100]]),
     "max_requests": always(2),
@@ -448,13 +450,15 @@ def wrong(scene: Scene, operation: Operation, parameter: Parameter) -> Iterator[
         if str(operation) == "Step.commit":  # what the items are is seen at the step's end
             yield from (5, "abc", object(), {1: 2.5}, Duck())
         else:
-            yield from TOKENS_OF_EACH if operation.name in ("commit_batch", "step") else OPAQUE[parameter.name]
+            yield from TOKENS_OF_EACH if str(operation) in FOR_EACH else OPAQUE[parameter.name]
         return
     for value in wrong_of(parameter.annotation, lookup(EXTREMES_ALLOWED, operation, parameter) or frozenset()):
         if not (parameter.name in IN_BULK and value == [True]):
             yield value
 
 
+# Tokens for each of several caches.
+FOR_EACH: Final = frozenset({"commit_batch", "commit_ahead_batch", "KVCacheManager.step", "Step.commit_ahead"})
 # Packed by the machine, which takes a bool for an integer: to look at each item would cost more than the packing.
 IN_BULK: Final = frozenset({"base_indices"})
 
@@ -467,6 +471,7 @@ SPECIAL: Final[Mapping[str, Maker]] = {
     "PlainBatchTables.row.cache": lambda scene: (scene.foreign, scene.closed, scene.active),
     "PlainBatchTables.rows.caches": lambda scene: ([scene.foreign], [scene.active], [None], [scene.suspended.state]),
     "Step.commit.tokens": lambda scene: ([], [1, 2]),
+    "Step.commit_ahead.tokens": lambda scene: ([], [1, 2]),
     "Step.advance.num_tokens": lambda scene: ([], [1, 2], [5]),
     "Step.rows.tables": lambda scene: (scene.tables,),
     "KVCacheManager.step.caches": lambda scene: ([scene.foreign], [scene.active, scene.suspended], [None], [scene.active.state]),

@@ -157,6 +157,8 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "commit": lambda scene: scene.active.commit(toks(5006, 5010)),
     "commit a token": commit_tokens,
     "commit what is cached": lambda scene: scene.active.commit(toks(5006, 5010), None, True),
+    "commit ahead": lambda scene: scene.active.commit_ahead(toks(5006, 5010)),
+    "compute": lambda scene: scene.active.resize(40, 10),
     "stop committing": lambda scene: scene.active.stop_committing(),
     "plan": lambda scene: scene.ended.plan_committed_block_drop(),
     "drop": drop,
@@ -185,6 +187,8 @@ def scene_of(model: str, folder: Path, name: str) -> Scene:
     device = refusing_device(EmulatedDriver())
     scene = Scene(model, folder, device)
     scene.ends_shut_down = name == "shutdown"
+    if name == "compute":
+        scene.active.commit_ahead(toks(5006, 5010))
     if name == "drop":
         scene.plan = scene.ended.plan_committed_block_drop()
     return scene

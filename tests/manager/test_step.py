@@ -19,6 +19,9 @@ from kv_cache_manager_v2 import (
     Shortage,
     SuspendCheapest,
     SuspendYoungest,
+    commit_ahead_batch,
+    commit_batch,
+    resize_batch,
     slots_to_read,
 )
 from tests.support.engine import Token
@@ -45,20 +48,22 @@ class Twin:
         self.policy = policy
         self.caches: list[KVCache] = []
 
-    def step(self, chosen: list[int], counts: list[int], accepted: list[int], commits: bool) -> tuple[list[int], list[int]]:
+    def step(self, chosen: list[int], counts: list[int], accepted: list[int], commits: str) -> tuple[list[int], list[int]]:
         """By `step()`. Returns the positions of the caches that were short, and of those that were suspended."""
         caches = [self.caches[number] for number in chosen]
         tokens = [tokens_of(cache, number) for cache, number in zip(caches, accepted, strict=True)]
-        given = tokens if commits and len(chosen) % 2 else None
+        given = tokens if commits == "after" and len(chosen) % 2 else None
         with self.rig.manager.step(caches, counts, given, self.policy) as step:
-            if commits and given is None:
+            if commits == "ahead":
+                step.commit_ahead([tokens[position] for position in step.positions])
+            elif commits == "after" and given is None:
                 step.commit([tokens[position] for position in step.positions])
-            elif not commits:
+            elif commits == "no":
                 step.advance([accepted[position] for position in step.positions])
             assert step.caches == [caches[position] for position in step.positions]
         return [caches.index(cache) for cache in step.short], [caches.index(cache) for cache in step.suspended]
 
-    def single(self, chosen: list[int], counts: list[int], accepted: list[int], commits: bool) -> tuple[list[int], list[int]]:
+    def single(self, chosen: list[int], counts: list[int], accepted: list[int], commits: str) -> tuple[list[int], list[int]]:
         """The same, as the documents say it: by calls for each cache."""
         caches = [self.caches[number] for number in chosen]
         tokens = [tokens_of(cache, number) for cache, number in zip(caches, accepted, strict=True)]
@@ -81,13 +86,17 @@ class Twin:
                     short.append(position)
                     break
                 last = shortage
-        for position, cache in enumerate(caches):
-            if position in short or position in suspended:
-                continue
-            if commits:
+        fit = [position for position in range(len(caches)) if position not in short and position not in suspended]
+        for position in fit if commits == "ahead" else []:
+            caches[position].commit_ahead(tokens[position])
+        for position in fit:
+            cache = caches[position]
+            if commits == "after":
                 cache.commit(tokens[position])
+            elif commits == "ahead":
+                cache.resize(None, max(cache.history_length, cache.num_committed_tokens))
             else:
-                cache.history_length += accepted[position]
+                cache.resize(None, cache.history_length + accepted[position])
         return short, suspended
 
     def seen(self) -> list[object]:
@@ -160,7 +169,7 @@ def test_a_step_equals_the_same_step_made_of_single_calls(kind: str, policy: str
             rng.shuffle(chosen)
             counts = [rng.choice([0, 1, 1, 1, 2, 15]) for _cache in chosen]
             accepted = [rng.randrange(count + 1) for count in counts]
-            commits = kind == "recurrent" or rng.random() < 0.8
+            commits = rng.choice(["after", "after", "ahead", "after" if kind == "recurrent" else "no"])
             results = [twins[0].step(chosen, counts, accepted, commits), twins[1].single(chosen, counts, accepted, commits)]
             assert results[0] == results[1]
             refused += len(results[0][0]) + len(results[0][1])
@@ -217,6 +226,54 @@ def test_an_exception_in_the_block_publishes_nothing() -> None:
         with rig.manager.step(caches, [1, 2]):
             assert [cache.capacity for cache in caches] == [5, 6]
         assert [cache.history_length for cache in caches] == [4, 4], "nothing said that the tokens were computed"
+
+
+def test_tokens_committed_ahead_are_computed_by_the_end() -> None:
+    """Inside the block the others of the step can match them; after an exception nobody can."""
+    with Rig(small(32), engine=False) as rig:
+        caches = active(rig, [4, 4])
+        with rig.manager.step(caches, [5, 1]) as step:
+            step.commit_ahead([toks(50, 55), 60])
+            assert [cache.num_committed_tokens for cache in caches] == [9, 5]
+            assert [cache.history_length for cache in caches] == [4, 4]
+            follower = rig.open([*toks(0, 4), *toks(50, 54), 1])
+            assert follower.num_committed_tokens == 8
+        assert [cache.history_length for cache in caches] == [9, 5]
+        with rig.manager.step(caches, 2) as step:
+            step.commit_ahead([70, 71])
+            step.commit([72, 73])
+        assert [cache.committed_tokens[-2:] for cache in caches] == [[70, 72], [71, 73]]
+        with pytest.raises(ZeroDivisionError):
+            self_destruct(rig, caches)
+        assert [cache.num_committed_tokens for cache in caches] == [11, 7]
+        assert rig.probe([*caches[0].committed_tokens, 80]) == 8
+
+
+def self_destruct(rig: Rig, caches: list[KVCache]) -> None:
+    """A step that fails after it has committed ahead."""
+    with rig.manager.step(caches, 1) as step:
+        step.commit_ahead([80, 81])
+        assert rig.probe([*caches[0].committed_tokens]) == 12
+        raise ZeroDivisionError
+
+
+def test_a_cache_given_twice_is_refused() -> None:
+    """By every call for a batch, before anything changes: it would have two lengths in one step."""
+    with Rig(small(16), engine=False) as rig:
+        first, second = active(rig, [4, 4])
+        twice = [first, second, first]
+        calls: list[Callable[[], object]] = [
+            lambda: rig.manager.step(twice, 1),
+            lambda: resize_batch(twice, [8, 8, 8]),
+            lambda: commit_batch(twice, [1, 2, 3]),
+            lambda: commit_ahead_batch(twice, [1, 2, 3]),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"caches\[2\] is caches\[0\] again"):
+                call()
+        assert [cache.capacity for cache in (first, second)] == [4, 4]
+        assert resize_batch([first, second], [8, 8]) == 2
+        assert slots_to_read([first, first], 0).total == 16
 
 
 def test_histories_advance_without_a_commit() -> None:
@@ -389,6 +446,7 @@ def test_mistakes_are_refused_before_anything_changes() -> None:
         step = manager.step(caches, np.int32(1))
         outside: list[Callable[[], object]] = [
             lambda: step.commit([1, 2]),
+            lambda: step.commit_ahead([1, 2]),
             step.advance,
             lambda: step.slots_to_write(0),
             lambda: step.slots_to_read(0),

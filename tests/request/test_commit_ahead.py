@@ -8,7 +8,7 @@ import pytest
 
 from kv_cache_manager_v2 import ConfigError, CuError, KVCache, LogicError, PageDataLostError
 from tests.support.engine import Token
-from tests.support.models import Kind, small
+from tests.support.models import Kind, hybrid, small
 from tests.support.rig import GPU, Request, Rig, mixed, toks
 from tests.support.tree_rig import Notes
 
@@ -270,12 +270,62 @@ def test_what_a_mistake_would_break_is_refused() -> None:
         other.cuda_stream = stream
 
 
-def test_snapshots_are_made_of_computed_tokens_only() -> None:
-    with Rig(small(16, min_snapshot=True), engine=False) as rig:
-        cache = rig.start().cache
-        assert cache.resize(4)
-        with pytest.raises(LogicError, match="commit_min_snapshot"):
-            cache.commit_ahead(toks(0, 4))
+@pytest.mark.parametrize("schedule", ["eager", "threads", "random"])
+@pytest.mark.parametrize("length", [8, 10])
+@pytest.mark.parametrize("by", ["history", "resize", "commit"])
+def test_a_snapshot_is_made_when_all_is_computed(schedule: str, length: int, by: str) -> None:
+    """Not of a part of the tokens, whose state no longer exists; until then a recurrent model matches nothing."""
+    tokens = mixed(95, 95 + length)
+    with Rig(hybrid(6, 24, kinds=FULL_AND_WINDOW), schedule, 3) as rig:
+        request = scheduled(rig, tokens)
+        queue(request, tokens)
+        request.cache.history_length = 4
+        assert rig.probe(tokens) == 0
+        if by == "history":
+            request.cache.history_length = length
+        elif by == "resize":
+            assert request.cache.resize(length + 9, length)
+        else:
+            assert request.cache.resize(length + 1)
+            tokens = [*tokens, 7]
+            request.write([7])
+            request.cache.commit([7])
+        assert rig.probe(tokens) == len(tokens)
+        reused = rig.start([*tokens, 8])
+        assert reused.tokens == tokens
+        assert reused.advance([8])
+        assert request.cache.resize(len(tokens) + 1, len(tokens))
+        request.write([9])
+        reused.check()
+        request.check()
+
+
+def test_what_is_never_computed_leaves_no_snapshot() -> None:
+    """And the state is that of the history, from which the request goes on."""
+    with Rig(hybrid(6, 24)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 4))
+        assert request.cache.resize(12, 4)
+        request.cache.commit_ahead(toks(4, 12))
+        request.suspend()
+        assert rig.probe(toks(0, 12)) == 4
+        assert request.resume()
+        assert request.advance(toks(20, 24))
+        request.check()
+
+
+@pytest.mark.parametrize("call", ["copy", "record_event"])
+def test_a_refused_copy_of_the_state_makes_no_snapshot(call: str) -> None:
+    """The history stays where it was; the same call makes the snapshot later."""
+    with Rig(hybrid(6, 24)) as rig:
+        request = scheduled(rig, toks(0, 10))
+        queue(request, toks(0, 10))
+        rig.driver.fail(call)
+        with pytest.raises(CuError):
+            request.cache.history_length = 10
+        assert (request.cache.history_length, rig.probe(toks(0, 10))) == (0, 0)
+        request.cache.history_length = 10
+        assert rig.probe(toks(0, 10)) == 10
 
 
 def test_a_miss_inside_an_uncomputed_block_is_explained() -> None:

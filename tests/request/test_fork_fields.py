@@ -56,6 +56,7 @@ FRESH = {
     "history_sum": "of its own resizes",
     "num_samples": "of its own resizes",
     "started": "its first resume copies the last block",
+    "seen_by": "in no batch yet",
 }
 TABLE_COPIED = {"life_cycle", "index", "pool_group", "hierarchy", "stale_start", "stale_end"}
 TABLE_DERIVED = {

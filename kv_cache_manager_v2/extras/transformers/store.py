@@ -27,11 +27,11 @@ from kv_cache_manager_v2.extras.transformers.cache import PagedCache
 from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, layer_configs, learn_layers, uses_states
 from kv_cache_manager_v2.ids import Stream
 from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.make_room import SuspendCheapest
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
+from kv_cache_manager_v2.suspension import SuspendCheapest
 
 _log: Final = logging.getLogger(__name__)
 
