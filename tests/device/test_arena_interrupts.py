@@ -14,7 +14,7 @@ from kv_cache_manager_v2.device.os_memory import PAGE_BYTES
 from kv_cache_manager_v2.emulated.driver import GRANULARITY, EmulatedDriver
 from tests.device.test_arenas import check_stamps, stamp
 from tests.support.drivers import refusing_device
-from tests.support.interrupts import Interrupter, interpreted
+from tests.support.interrupts import interpreted, interruptions
 
 DEVICE = ("device/arenas.py", "device/host_arena.py", "device/freeing.py", "device/os_memory.py", "emulated/")
 
@@ -98,14 +98,9 @@ def test_an_interrupt_of_any_driver_call(kind: str, name: str, after: bool, erro
 @every_call
 def test_an_interrupt_at_any_place(kind: str, name: str) -> None:
     """A sample of the places."""
-    nth = 0
-    reached = True
-    while reached:
-        nth += 3 if nth > 30 else 1
+    for interrupter in interruptions(DEVICE, dense=31, stride=3):
         place = Place(kind)
-        interrupter = Interrupter(nth, DEVICE)
         error = interrupter.run(partial(CALLS[name], place))
-        reached = interrupter.reached
-        assert isinstance(error, KeyboardInterrupt) == reached, error
+        assert isinstance(error, KeyboardInterrupt) == interrupter.reached, error
         place.check(interrupter.where, KEPT[name])
-    assert nth > 10
+    assert interrupter.nth > 10

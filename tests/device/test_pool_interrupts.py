@@ -16,10 +16,11 @@ from kv_cache_manager_v2.device.staging import StagingRegion, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.device.waiters import LONGEST_SLEEP_S
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import interruptions
 
 RING = 4096
 PATIENCE_S = 20 * LONGEST_SLEEP_S
+POOL = ("device/file_transfers.py", "device/waiters.py")
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="compiled code handles signals only where it calls interpreted code")
 
@@ -33,21 +34,16 @@ ENDS: dict[str, Callable[[StagingRing, StagingRegion], None]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_region_whose_end_was_interrupted_can_be_ended_again(end: str) -> None:
     """All of the ring is free afterwards."""
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(("device/staging.py",)):
         driver = EmulatedDriver()
         ring = StagingRing(driver, Timeline(driver), RING)
         region = ring.acquire(Stream(0), RING, RING, True)
         assert region is not None
-        interrupter = Interrupter(nth, ("device/staging.py",))
         interrupter.run(partial(ENDS[end], ring, region))
-        reached = interrupter.reached
         ring.finish(region, NULL_POINT)
         ring.check_invariants()
         assert ring.acquire(Stream(0), RING, RING, True) is not None, interrupter.where
-    assert nth > 1
+    assert interrupter.nth > 1
 
 
 class Work(Transfer):
@@ -66,17 +62,12 @@ class Work(Transfer):
 
 def test_an_interrupted_submission_is_all_or_nothing_and_the_pool_goes_on() -> None:
     """A transfer that was submitted ends without another call; one that was not can be submitted again. No lock stays taken."""
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(POOL):
         pool = TransferPool(threads=2)
         works = [Work() for _i in range(4)]
         pool.submit(works[0])
         assert works[0].gate_opened.wait(PATIENCE_S)
-        interrupter = Interrupter(nth, ("device/file_transfers.py", "device/waiters.py"))
         interrupter.run(partial(pool.submit_all, list(works[1:])))
-        reached = interrupter.reached
         for work in works[1:]:
             if work.submitted:
                 assert work.gate_opened.wait(PATIENCE_S), interrupter.where
@@ -86,21 +77,16 @@ def test_an_interrupted_submission_is_all_or_nothing_and_the_pool_goes_on() -> N
         assert pool.wait_idle(PATIENCE_S), interrupter.where
         assert [work.state for work in works] == [GATE_DONE] * 4
         assert pool.close(PATIENCE_S), interrupter.where
-    assert nth > 10
+    assert interrupter.nth > 10
 
 
 @pytest.mark.parametrize("call", [lambda pool: pool.wait_idle(PATIENCE_S), lambda pool: pool.close(PATIENCE_S)])
 def test_an_interrupted_wait_can_be_repeated(call: Callable[[TransferPool], object]) -> None:
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(POOL):
         pool = TransferPool(threads=2)
         works = [Work() for _i in range(3)]
         pool.submit_all(list(works))
-        interrupter = Interrupter(nth, ("device/file_transfers.py", "device/waiters.py"))
         interrupter.run(partial(call, pool))
-        reached = interrupter.reached
         assert pool.wait_idle(PATIENCE_S), interrupter.where
         assert pool.close(PATIENCE_S), interrupter.where
-    assert nth > 3
+    assert interrupter.nth > 3

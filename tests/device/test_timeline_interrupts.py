@@ -10,7 +10,7 @@ from kv_cache_manager_v2 import EmulatedDriver
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import Stream
 from tests.support.drivers import refusing_device
-from tests.support.interrupts import Interrupter, interpreted
+from tests.support.interrupts import interpreted, interruptions
 
 FILES = ("device/timeline.py", "device/line.py")
 
@@ -27,18 +27,13 @@ def _work(timeline: Timeline, streams: list[Stream]) -> None:
 
 @interpreted
 def test_an_interrupted_timeline_goes_on() -> None:
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(FILES):
         driver = EmulatedDriver()
         timeline = Timeline(driver)
         streams = [driver.create_stream() for _stream in range(3)]
         for stream in streams:
             timeline.record(stream)
-        interrupter = Interrupter(nth, FILES)
         interrupter.run(partial(_work, timeline, streams))
-        reached = interrupter.reached
         timeline.check_invariants()
         for stream in streams:
             before = timeline.record(stream)
@@ -51,7 +46,7 @@ def test_an_interrupted_timeline_goes_on() -> None:
         timeline.check_invariants()
         timeline.close()
         assert not [leak for leak in driver.leaks() if leak.startswith("event")], f"interrupted at {interrupter.where}"
-    assert nth > 30
+    assert interrupter.nth > 30
 
 
 def test_an_event_whose_destruction_was_interrupted_does_not_keep_the_timeline_from_closing() -> None:

@@ -6,24 +6,19 @@ import contextlib
 from functools import partial
 
 from kv_cache_manager_v2 import EmulatedDriver, LogicError
-from tests.support.interrupts import Interrupter, interpreted
+from tests.support.interrupts import interpreted, interruptions
 
 
 @interpreted
 def test_an_interrupted_unmap_leaves_no_memory_that_crashes() -> None:
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(("emulated/address_space.py",)):
         driver = EmulatedDriver()
         size = driver.granularity()
         address = driver.reserve(size)
         driver.map_chunk(address, size, driver.create_chunk(size))
         driver.set_access(address, size)
-        interrupter = Interrupter(nth, ("emulated/address_space.py",))
         interrupter.run(partial(driver.unmap, address, size))
-        reached = interrupter.reached
         driver.check_invariants()
         with contextlib.suppress(LogicError):  # refused, or still there
             driver.read_bytes(address, 8)
-    assert nth > 3
+    assert interrupter.nth > 3

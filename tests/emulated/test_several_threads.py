@@ -16,7 +16,7 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import LogicError, OutOfMemoryError
 from tests.support.device_rig import SCHEDULES, SLOT_BYTES, DeviceRig, rig
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import interruptions
 
 DEVICE = ("kv_cache_manager_v2/emulated/", "device/file_transfers.py", "device/waiters.py")
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -167,15 +167,11 @@ def test_an_interruption_at_any_place_kills_no_stream(schedule: str) -> None:
     """Whatever was queued still runs, in order and once, and later work too."""
     if COMPILED:
         pytest.skip("compiled code handles signals only where it calls interpreted code")
-    nth = 1
-    reached = True
-    while reached:
-        with rig(schedule, seed=nth) as r:
+    for interrupter in interruptions(DEVICE, dense=41, stride=7):
+        with rig(schedule, seed=interrupter.nth) as r:
             order: list[int] = []
-            interrupter = Interrupter(nth, DEVICE)
             error = interrupter.run(partial(calls, r, order))
-            reached = interrupter.reached
-            assert isinstance(error, KeyboardInterrupt) == reached, error
+            assert isinstance(error, KeyboardInterrupt) == interrupter.reached, error
             r.driver.synchronize()
             assert order == sorted(set(order)), f"{interrupter.where}: {order}"
             for stream in r.streams:
@@ -184,7 +180,6 @@ def test_an_interruption_at_any_place_kills_no_stream(schedule: str) -> None:
             assert order.count(9) == 3, f"{interrupter.where}: {order}"
             for event in list(range(1, 200)):
                 _destroy(r.driver, event)
-        nth += 7 if nth > 40 else 1
 
 
 def _destroy(driver: EmulatedDriver, handle: int) -> None:

@@ -14,25 +14,20 @@ from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.ids import Stream
 from tests.extras.cuda_standin import StandIn
 from tests.extras.helpers import HostBuffer, TemporaryFile
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import interruptions
 
 FILES = ("extras/cuda_io.py", "device/waiters.py", *(() if COMPILED else ("device/file_transfers.py",)))
 
 
 def test_an_interrupted_submission_is_all_or_nothing_for_each_transfer() -> None:
     """Those that are queued end, and no gate is left behind. No lock stays taken."""
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(FILES):
         scene, file = StandIn(), TemporaryFile(b"12345678" * 3)
         driver = CudaDriver(bindings=scene.module())
         host = HostBuffer(driver, 4096)
         gates: list[int] = []
-        interrupter = Interrupter(nth, FILES)
         addresses = [host.address + 8 * i for i in range(3)]
         interrupter.run(partial(driver.read_files, Stream(0), file.fd, [0, 8, 16], addresses, 8, gates))
-        reached = interrupter.reached
         driver.synchronize()
         for gate in gates:
             assert driver.poll_gate(gate) == GATE_DONE, interrupter.where
@@ -41,7 +36,7 @@ def test_an_interrupted_submission_is_all_or_nothing_for_each_transfer() -> None
         assert leaks == [], interrupter.where
         host.close()
         file.close()
-    assert nth > 10
+    assert interrupter.nth > 10
 
 
 def test_without_a_thread_no_transfer_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:

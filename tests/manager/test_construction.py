@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kv_cache_manager_v2 import CuError, EmulatedDriver, KVCacheManager, KVCacheManagerConfig, LogicError
-from tests.support.interrupts import Interrupter, interpreted
+from tests.support.interrupts import interpreted, interruptions
 from tests.support.models import hybrid
 
 
@@ -99,20 +99,15 @@ def construct(config: KVCacheManagerConfig, driver: EmulatedDriver, made: list[K
 def test_an_interrupted_construction_leaves_nothing_that_the_next_one_does_not_free() -> None:
     """A sample of the places. Only a chunk that was made and not returned to the manager is out of reach."""
     config = hybrid(4, 8, host_slots=8)
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1 if nth < 20 else 13
+    for interrupter in interruptions(dense=20, stride=13):
         driver = EmulatedDriver()
-        interrupter = Interrupter(nth)
         made: list[KVCacheManager] = []
         error = interrupter.run(partial(construct, config, driver, made))
-        reached = interrupter.reached
-        assert isinstance(error, KeyboardInterrupt) == reached, error
+        assert isinstance(error, KeyboardInterrupt) == interrupter.reached, error
         for manager in made:
             manager.shutdown()
         del error
         KVCacheManager(config, driver=driver).shutdown()
         assert not [leak for leak in driver.leaks() if not leak.startswith("chunk")], interrupter.where
         assert driver.mapped_bytes == driver.registered_bytes == 0
-    assert nth > 100
+    assert interrupter.nth > 100

@@ -8,7 +8,7 @@ import pytest
 
 from kv_cache_manager_v2 import KVCache
 from tests.manager.test_interrupts import DEVICE
-from tests.support.interrupts import Interrupter, interpreted
+from tests.support.interrupts import interpreted, interruptions
 from tests.support.models import hybrid
 from tests.support.rig import GPU, Rig, toks
 
@@ -16,18 +16,13 @@ from tests.support.rig import GPU, Rig, toks
 @interpreted
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_interrupted_commit_leaves_no_snapshot_of_another_length(count: int) -> None:
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(spared=DEVICE):
         rig = Rig(hybrid(4, 8))
         request = rig.start()
         assert request.advance(toks(0, 2))
         assert request.cache.resize(2 + count, 2)
         request.write(toks(2, 2 + count))
-        interrupter = Interrupter(nth, spared=DEVICE)
         interrupter.run(partial(request.cache.commit, toks(2, 2 + count)))
-        reached = interrupter.reached
         if rig.manager.poison_reason() is None:
             request.close()
             for length in (2, 2 + count):
@@ -47,17 +42,12 @@ def _copy(rig: Rig, cache: KVCache, call: str) -> None:
 @interpreted
 @pytest.mark.parametrize("call", ["fork", "commit"])
 def test_an_interrupted_copy_of_a_state_keeps_no_slot(call: str) -> None:
-    nth = 0
-    reached = True
-    while reached:
-        nth += 1
+    for interrupter in interruptions(spared=DEVICE):
         rig = Rig(hybrid(4, 8))
         request = rig.start()
         assert request.cache.resize(3, 0)
         request.write(toks(0, 3))
-        interrupter = Interrupter(nth, spared=DEVICE)
         interrupter.run(partial(_copy, rig, request.cache, call))
-        reached = interrupter.reached
         if rig.manager.poison_reason() is None:
             for cache in rig._opened:
                 cache.close()

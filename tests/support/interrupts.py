@@ -7,7 +7,7 @@ round. A profiler is asked at the first two, so it interrupts where a signal can
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
@@ -57,3 +57,16 @@ class Interrupter:
             self.where = f"place {self.nth}, {file.rpartition('/')[2]}:{frame.f_lineno}"
             sys.setprofile(None)
             raise KeyboardInterrupt
+
+
+def interruptions(
+    parts: tuple[str, ...] = (PACKAGE,), spared: tuple[str, ...] = (), *, dense: int = sys.maxsize, stride: int = 1
+) -> Iterator[Interrupter]:
+    """An interrupter for each place in turn, until one is not reached. After the first `dense` places, every `stride`-th."""
+    nth = 1
+    while True:
+        interrupter = Interrupter(nth, parts, spared)
+        yield interrupter
+        if not interrupter.reached:
+            return
+        nth += stride if nth >= dense else 1
