@@ -23,7 +23,6 @@ from kv_cache_manager_v2.arguments import at_least, shown, text, unsigned_or_non
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, Tokens, TokenSequence, has_digest, pack, unpack
 
-KEY_BYTES: Final = 32
 FIELD_BYTES: Final = 8
 _LORA_BIT: Final = 1
 _SALT_BIT: Final = 2

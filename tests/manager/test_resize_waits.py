@@ -125,14 +125,18 @@ def grow_host(scene: Scene) -> bool:
     return scene.rig.manager.resize(HOST, 64 * SLOT)
 
 
-@pytest.mark.parametrize("resize", [shrink_host, grow_host])
-def test_others_are_served_while_a_resize_waits_for_a_file_write_that_hangs(scene: Scene, resize: Callable[[Scene], bool]) -> None:
-    """Pages that leave the host are written to disk, and the disk does not answer."""
-    hanging = scene.rig.driver.hang("write_file", times=None)
+@pytest.mark.parametrize("resize", [shrink_host, grow_host, shrink_disk])
+def test_others_are_served_while_a_resize_waits_for_a_file_transfer_that_hangs(
+    scene: Scene, resize: Callable[[Scene], bool]
+) -> None:
+    """Pages that leave the host are written to a disk that does not answer; a disk shrinks while its pages are read."""
+    hanging = scene.rig.driver.hang("read_file" if resize is shrink_disk else "write_file", times=None)
     if resize is grow_host:
         request = scene.rig.start()
         assert request.advance(toks(20_000, 20_000 + LENGTH))  # pages move from the GPU to the host, from there to disk
         request.close()
+    elif resize is shrink_disk:
+        assert scene.first.cache.prefetch(HOST), scene.first.cache.last_shortage
 
     def meanwhile() -> None:
         scene.serve_others()
@@ -141,22 +145,6 @@ def test_others_are_served_while_a_resize_waits_for_a_file_write_that_hangs(scen
 
     scene.meanwhile = meanwhile
     assert resize(scene)
-    assert scene.waits == 1
-    scene.finish()
-
-
-def test_others_are_served_while_a_resize_waits_for_a_file_read_that_hangs(scene: Scene) -> None:
-    """The disk shrinks while pages are on their way from it."""
-    hanging = scene.rig.driver.hang("read_file", times=None)
-    assert scene.first.cache.prefetch(HOST), scene.first.cache.last_shortage
-
-    def meanwhile() -> None:
-        scene.serve_others()
-        scene.rig.driver.heal()
-        hanging.open()
-
-    scene.meanwhile = meanwhile
-    assert shrink_disk(scene)
     assert scene.waits == 1
     scene.finish()
 

@@ -16,7 +16,6 @@ from typing import Final, SupportsIndex, TypeAlias
 
 from kv_cache_manager_v2.reuse.tokens import Tokens
 
-KEY_BYTES: Final = 32
 FIELD_BYTES: Final = 8
 
 def scope_number(value: object, name: str) -> int | None:
