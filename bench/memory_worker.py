@@ -1,7 +1,7 @@
-"""The process that weighs what Python objects the cache keeps: `python -m bench.memory_worker`.
+"""The process that measures the memory of the cache's Python objects: `python -m bench.memory_worker`.
 
-Rule: weighed is what the process grew by (resident memory) between two numbers of things, all in one process, so that what it costs
-to have a manager at all cancels out. The driver has no memory and slots are small, so pages' bytes do not count.
+Rule: a figure is the growth of the process's resident memory between two object counts, divided by their difference. So the fixed
+cost of a manager cancels out. The driver has no memory and slots are small, so the bytes of pages do not count.
 """
 
 from __future__ import annotations

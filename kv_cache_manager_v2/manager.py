@@ -410,7 +410,7 @@ class KVCacheManager(ManagerReuse):
         if found is None:
             return None
         if not alone:
-            raise ConfigError("reuse_match stands for reuse_scope, input_tokens and limits; omit them")
+            raise ConfigError("reuse_match replaces reuse_scope, input_tokens and limits; omit them")
         if found.search.tree is not self._tree:
             raise ConfigError("reuse_match was found by another manager; find it with this one")
         return found.search

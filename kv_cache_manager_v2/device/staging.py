@@ -30,7 +30,7 @@ _COMPLETE: Final = 3  # its use ends at `point`; all its transfers have ended
 
 
 class StagingRegion:
-    """A part of the ring for one user."""
+    """A part of the ring that one copy uses."""
 
     def __init__(self, offset: int, nbytes: int, address: int, from_file: bool) -> None:
         self.offset = offset  # in the ring, bytes

@@ -48,7 +48,7 @@ class RangeSet:
         return i >= 0 and ends[i] > begin
 
     def with_range(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        """What `ranges` is with a further range, which overlaps none of the others."""
+        """The ranges and one more, which overlaps none of them."""
         assert begin < end
         assert not self.touches(begin, end)
         begins = self.ranges[0].copy()
@@ -65,7 +65,7 @@ class RangeSet:
         return begins, ends
 
     def without_range(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        """What `ranges` is without a range that is wholly covered."""
+        """The ranges less one range that they cover completely."""
         assert begin < end
         assert self.covers(begin, end)
         begins = self.ranges[0].copy()

@@ -1,4 +1,4 @@
-"""Two ranks' tables matched: pipeline splits, tensor splits, whole requests moved between managers in one process."""
+"""Page tables of two ranks are matched: pipeline splits, tensor splits, and whole requests copied between managers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_request_moves_between_ranks_that_divide_the_model_differently(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_source_may_close_before_the_copies_end(seed: int) -> None:
-    """Under other interleavings of all streams; and just as well if it stays open."""
+    """The same under other interleavings of the streams, and with a source that stays open."""
     run(Split(WHOLE, 2, HEADS_FIRST), Split(HALVES, 1, HEADS_FIRST), seed, True)
     run(Split(HALVES, 1, TOKENS_FIRST), Split(WHOLE, 2, TOKENS_FIRST), seed, False)
 
@@ -114,7 +114,7 @@ def test_buffers_with_blocks_of_their_own_are_split_block_by_block(order: str) -
 
 
 def test_recurrent_layers_move_whole() -> None:
-    """The one live state of a request goes with its pages, whatever the pipeline split."""
+    """The live state of a request is copied with its pages under any pipeline split."""
     run(Split(((0, 1, 2, 3, 4),), 1, TOKENS_FIRST, recurrent=4), Split(((0, 1), (2, 3, 4)), 1, TOKENS_FIRST, recurrent=4), 2, False)
 
 
@@ -124,7 +124,7 @@ def test_both_parts_of_a_layer_move() -> None:
 
 
 class Tables:
-    """Tables of ranks that exist only for the test."""
+    """Page tables without managers."""
 
     def __init__(self, split: Split) -> None:
         self.driver = EmulatedDriver()
@@ -140,7 +140,7 @@ def table(split: Split, number: int = 0) -> KVCachePageTable:
 
 
 def test_equal_ranks_move_whole_slots() -> None:
-    """What continues on both sides is one segment: a slot of each pool, for each layer group."""
+    """Bytes that are contiguous on both sides are one segment: one per pool and layer group."""
     one, two = table(Split(WHOLE, 1, TOKENS_FIRST)), table(Split(WHOLE, 1, TOKENS_FIRST))
     plan = match_page_tables(one, two)
     assert [(pairing.source_group, pairing.destination_group) for pairing in plan.pairings] == [(0, 0), (1, 1)]
@@ -168,14 +168,15 @@ def test_ranks_with_nothing_in_common() -> None:
 
 
 def test_a_destination_gets_nothing_twice() -> None:
-    """Two source ranks that bring the same buffer are no complete transfer."""
+    """Two source ranks with the same buffer do not make a complete transfer."""
     plan = match_page_tables(table(Split(WHOLE, 1, TOKENS_FIRST)), table(Split(WHOLE, 1, TOKENS_FIRST)))
     assert missing_buffers(plan.destination, [plan]) == []
     assert len(missing_buffers(plan.destination, [plan, plan])) == 12
 
 
 def test_blocks_out_of_the_window_are_skipped_on_both_sides() -> None:
-    """A block without a page at the destination is not moved; one that it expects and the source lacks is an error, by name."""
+    """A block without a page at the destination is not copied. One that the destination expects and the source lacks is an error
+    that names it."""
     one, two = table(Split(WHOLE, 1, TOKENS_FIRST)), table(Split(WHOLE, 1, TOKENS_FIRST))
     plan = match_page_tables(one, two)
     assert plan.moves([[1, 2, 3], [-1, -1, 4]], [[-1, -1, -1], [-1, -1, 0]]) == plan.moves([[], [-1, -1, 4]], [[], [-1, -1, 0]])

@@ -43,7 +43,7 @@ def test_shared_and_per_layer() -> None:
 
 
 def test_expansion() -> None:
-    """A layer with half-size blocks has two indices a block, BAD twice."""
+    """A layer with half-size blocks has two indices per block; without a page, both are BAD."""
     layout = build_layout(model([attention(0, 2048), attention(1, 1024, override=64)], tokens_per_block=128))
     convert = PageIndexConverter(layout.place(LayerId(1), KEY))
     assert list(convert([3, -1])) == [12, 13, -1, -1]
@@ -52,7 +52,7 @@ def test_expansion() -> None:
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "memoryview", "numpy", "int64", "generator"])
 def test_inputs(kind: str) -> None:
-    """Any sequence or buffer of integers is taken, and a list is left as it was."""
+    """Any sequence or buffer of integers is accepted, and a list is not changed."""
     values = [1, -1, 3]
     indices: Any = values
     if kind == "tuple":
@@ -72,7 +72,7 @@ def test_inputs(kind: str) -> None:
 
 
 def test_int32_overflow_is_refused() -> None:
-    """Scale 262144 at base 8191 fits, from 8192 on it does not: an error, never a wrapped index."""
+    """With scale 262144, base 8191 fits int32, and 8192 does not: that is an error, not a wrapped index."""
     place = BufferPlace(LifeCycleId(0), PoolGroupId(0), PoolId(0))
     place.scale = 262144
     convert = PageIndexConverter(place)
@@ -93,7 +93,7 @@ def test_byte_offsets_do_not_wrap() -> None:
 
 
 def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
-    """Quota and tiny buffers that give more page indices than int32 has are a ConfigError, with the limit."""
+    """A quota that gives more page indices than fit int32 is a ConfigError that names the limit."""
     layers = [attention(layer, 1, 1) for layer in range(8)]
     config = model(layers, gpu=GIB)
     layout = build_layout(config)
@@ -108,7 +108,7 @@ def test_a_layout_beyond_int32_is_refused_at_construction() -> None:
 
 
 def test_the_largest_index_fits_the_limit() -> None:
-    """With max_slots slots the last index is at most 2**31 - 1, and one slot more has one beyond."""
+    """With max_slots slots the last index fits int32; with one slot more it does not."""
     layout = build_layout(model([attention(0, 64), attention(1, 64), attention(2, 16, override=2)], tokens_per_block=8))
     limit = layout.max_slots(0)
     largest = 0
@@ -129,7 +129,7 @@ def test_the_largest_index_fits_the_limit() -> None:
 def test_index_and_stride_give_the_slot_address(
     sizes: list[list[int]], override: int | None, bases: list[int], pool_base: int
 ) -> None:
-    """Base + stride * index is the buffer's byte in the slot, in both modes, for every repetition."""
+    """Base + stride * index is the address of the buffer in its slot, in both modes, for each of its own blocks."""
     layout = small_layout(*[attention(layer, *of_layer, override=override) for layer, of_layer in enumerate(sizes)])
     for buffer in layout.all_buffer_ids:
         place = layout.place(*buffer)
@@ -155,7 +155,7 @@ def test_index_and_stride_give_the_slot_address(
     st.integers(0, 20),
 )
 def test_scratch_parts_of_a_layer_never_meet(sizes: list[list[int]], beg: int, num_blocks: int) -> None:
-    """While one layer runs, all its buffers in all scratch blocks lie in distinct bytes of the scratch slots, and in no others."""
+    """The buffers of one layer in all scratch blocks occupy distinct bytes, all of them inside the scratch slots."""
     layout = small_layout(*[attention(layer, *of_layer, window=8) for layer, of_layer in enumerate(sizes)])
     slots = [100 + 7 * number for number in range(layout.scratch_slots(0, num_blocks))]
     scratch = ScratchDesc(HalfOpenRange(beg, beg + num_blocks), slots)
@@ -202,13 +202,13 @@ def test_scratch_with_expansion() -> None:
 
 
 def test_scratch_beyond_the_list_is_cut() -> None:
-    """A list shorter than the scratch range is converted as far as it goes."""
+    """A list shorter than the scratch range is converted up to its end."""
     convert = PageIndexConverter(small_layout(attention(0, 64, window=8)).place(LayerId(0), KEY))
     assert list(convert([-1, -1], PER_LAYER, ScratchDesc(HalfOpenRange(1, 9), [4, 5, 6, 7, 8, 9, 10, 11]))) == [-1, 4]
 
 
 def test_scratch_needs_the_mode() -> None:
-    """Scratch blocks exist only PER_LAYER, so the mode must be said; with scratch reuse on, always."""
+    """Scratch blocks need PER_LAYER, so with scratch reuse the mode must always be given."""
     place = small_layout(attention(0, 64, window=8)).place(LayerId(0), KEY)
     scratch = ScratchDesc(HalfOpenRange(0, 1), [4])
     with pytest.raises(AssertionError, match="mode is missing"):
@@ -222,14 +222,14 @@ def test_scratch_needs_the_mode() -> None:
 
 
 def test_too_few_scratch_slots() -> None:
-    """A descriptor that is out of date is refused."""
+    """A ScratchDesc with too few slots is refused."""
     place = small_layout(attention(0, 64, window=8), attention(1, 64, window=8)).place(LayerId(0), KEY)
     with pytest.raises(ConfigError, match="3 scratch blocks of 1 buffers each need 2 slots of 2 buffers, but the descriptor has 1"):
         PageIndexConverter(place)([-1, -1, -1], PER_LAYER, ScratchDesc(HalfOpenRange(0, 3), [4]))
 
 
 def test_scratch_desc_is_true_iff_it_has_blocks() -> None:
-    """Truth is that of the range, not of the slots; equal by value."""
+    """A ScratchDesc is true if its range has blocks, whatever its slots, and compares by value."""
     assert not ScratchDesc(HalfOpenRange(3, 3), [1])
     assert ScratchDesc(HalfOpenRange(3, 4), [1])
     assert ScratchDesc(HalfOpenRange(3, 4), [1]) == ScratchDesc(HalfOpenRange(3, 4), (1,))
@@ -238,7 +238,8 @@ def test_scratch_desc_is_true_iff_it_has_blocks() -> None:
 
 
 def test_scratch_shares_slots() -> None:
-    """32 layers of W = 128, 1024 tokens: 28 scratch blocks share one slot, each layer's indices distinct."""
+    """32 layers with a window of 128 and a step of 1024 tokens: 28 scratch blocks share one slot, with distinct indices in each
+    layer."""
     config = model([attention(layer, 64, window=128) for layer in range(32)], scratch_rewind=0)
     layout = build_layout(config)
     beg, end = layout.life_cycles[0].scratch(0, 1024, 0)
@@ -272,7 +273,7 @@ def test_default_mode() -> None:
 
 @pytest.mark.parametrize(("window", "scratch_rewind", "refused"), [(8, 0, True), (None, 0, False), (8, None, False)])
 def test_scratch_pages_of_a_kernel_that_crosses_no_slot(window: int | None, scratch_rewind: int | None, refused: bool) -> None:
-    """Two buffers of a layer in a slot of three: a kernel that places scratch blocks itself would let them overlap."""
+    """Two buffers of a layer in a slot of three: a kernel that computed scratch indices itself would make them overlap."""
     layers = (attention(0, 64, 64, window=window), attention(1, 64, window=window))
     layout = build_layout(model(layers, tokens_per_block=8, scratch_rewind=scratch_rewind))
     whole = PageIndexConverter(layout.place(LayerId(1), KEY))

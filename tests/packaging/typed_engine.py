@@ -56,11 +56,11 @@ def configuration(folder: str, window: SlidingWindowSize) -> kvcm.KVCacheManager
 
 
 class Listener(kvcm.CacheListener):
-    """Is told of nothing that it wants to know."""
+    """A listener that overrides nothing."""
 
 
 def books(worker: kvcm.Transfer | None) -> kvcm.CacheTierConfig:
-    """Pages of the engine's own."""
+    """An external tier, with or without a transfer."""
     return kvcm.ExternalGpuTierConfig(100, worker)
 
 

@@ -25,7 +25,7 @@ def coverage(block: Block) -> list[int]:
 
 class TestInsertion:
     def test_new_then_identical(self) -> None:
-        """The first writer's block stays; a later writer is given it."""
+        """A second insertion of the same tokens returns the block of the first."""
         cache = Cache(2, FULL)
         root = cache.tree.root(EMPTY_SCOPE)
         block, how = insert(cache, root, [1, 2])
@@ -36,7 +36,7 @@ class TestInsertion:
         assert cache.tree.num_blocks == 2
 
     def test_a_longer_sibling_covers(self) -> None:
-        """A partial block that a sibling begins with adds nothing; after clear it is a block of its own."""
+        """A partial block that is a prefix of a sibling is not inserted; after a clear it is a block of its own."""
         notes = Notes()
         cache = Cache(8, FULL, listener=notes)
         [full] = cache.store(toks(0, 8))
@@ -52,7 +52,7 @@ class TestInsertion:
         assert partial.block_key() != full_key
 
     def test_a_longer_block_takes_the_place_of_its_prefix(self) -> None:
-        """The pages move over with the coverage that they had, wider ones replace them, the old block is gone ."""
+        """A longer block takes the pages of the shorter one with their coverage. Pages with more coverage replace them."""
         notes = Notes()
         cache = Cache(8, FULL, window(8), SSM, listener=notes)
         [old] = cache.store(toks(0, 4))
@@ -105,7 +105,7 @@ class TestPageSlots:
         assert not first.alive()
 
     def test_a_replaced_page_in_use_lives_on_unlisted(self) -> None:
-        """A replaced page stays with its user; the block does not list it, and its end changes nothing."""
+        """A replaced page stays with the request that uses it. The block does not list it, and freeing it changes nothing."""
         cache = Cache(8, FULL)
         [block] = cache.store(toks(0, 8), without=[0])
         old = cache.give(block, 0, 4)
@@ -162,7 +162,7 @@ class TestLoss:
         assert cache.keeper.unlisted == [held]
 
     def test_losing_the_first_block_empties_the_scope(self) -> None:
-        """The root goes with its last block."""
+        """A root is removed with its last block."""
         cache = Cache(4, FULL)
         path = cache.store(toks(0, 12))
         cache.lose(path[0])
@@ -170,7 +170,7 @@ class TestLoss:
         assert cache.tree.find_root(EMPTY_SCOPE) is None
 
     def test_empty_ancestors_go_with_a_subtree(self) -> None:
-        """What a cascade leaves childless and without pages is pruned above it too."""
+        """Ancestors that a cascade leaves without children and pages are pruned too."""
         cache = Cache(4, FULL, window(4))
         path = cache.store(toks(0, 12), without=[0])
         cache.give(path[2], 0, 4)
@@ -181,7 +181,7 @@ class TestLoss:
         assert cache.tree.num_blocks == 0
 
     def test_a_lost_window_page_leaves_its_block(self) -> None:
-        """Only the entry goes while anything else keeps the block."""
+        """Losing a page removes only its entry while the block has other pages or descendants."""
         notes = Notes()
         cache = Cache(4, FULL, window(4), listener=notes)
         path = cache.store(toks(0, 8))
@@ -193,7 +193,8 @@ class TestLoss:
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_stale_prune(self, first: int) -> None:
-        """A tip stays while any life cycle has a page there; with none left, tip, parent and root go."""
+        """The last block of a path stays while any life cycle has a page there; without one, it, its parent and the root are
+        removed."""
         cache = Cache(2, window(64), window(64))
         x, y = cache.store(toks(0, 4))
         for life_cycle in (0, 1):
@@ -215,7 +216,7 @@ class TestLoss:
         assert cache.probe(toks(0, 20)) == 4
 
     def test_a_lost_snapshot_leaves_the_attention_pages(self) -> None:
-        """And the block without any goes, as for windows."""
+        """The block is removed with its last page, as for windows."""
         cache = Cache(4, FULL, SSM)
         path = cache.store(toks(0, 8))
         cache.lose(path[1], 1)
@@ -226,7 +227,7 @@ class TestLoss:
         assert pure.tree.num_blocks == 0
 
     def test_a_page_dropped_in_the_same_sweep_is_told_late(self) -> None:
-        """The storage drops several pages, then tells their owners: the second one's block is gone by then."""
+        """The storage drops several pages before it notifies their owners: the block of the second is gone by then."""
         cache = Cache(4, FULL)
         path = cache.store(toks(0, 8))
         first, second = path[0].pages[0], path[1].pages[0]
@@ -240,7 +241,7 @@ class TestLoss:
         cache.tree.check_invariants()
 
     def test_drop_page_on_purpose(self) -> None:
-        """A planned drop: the page is discarded, the other life cycles' stay."""
+        """A planned drop drops its page; the pages of other life cycles stay."""
         cache = Cache(4, FULL, window(4))
         path = cache.store(toks(0, 8))
         page = path[1].pages[1]
@@ -253,7 +254,7 @@ class TestLoss:
 
 class TestPins:
     def test_a_pinned_block_stays_without_pages(self) -> None:
-        """An open request's path is never pruned; with the pin goes what was kept for it only."""
+        """The path of an open request is never pruned. Removing its pin prunes the blocks that only the pin kept."""
         cache = Cache(4, window(4))
         path = cache.store(toks(0, 12))
         cache.tree.pin(path[2])
@@ -268,7 +269,7 @@ class TestPins:
         assert cache.tree.find_root(EMPTY_SCOPE) is None
 
     def test_pageless_blocks_in_the_middle_wait_for_the_tip(self) -> None:
-        """A pin at the tip keeps every block before it."""
+        """A pin at the end of a path keeps every block before it."""
         cache = Cache(4, window(4))
         path = cache.store(toks(0, 12))
         cache.tree.pin(path[1])
@@ -277,7 +278,7 @@ class TestPins:
         assert [block.attached for block in path] == [True, True, False]
 
     def test_a_pinned_root_stays(self) -> None:
-        """As for a request that has committed nothing yet."""
+        """A request that has committed nothing yet pins the root."""
         cache = Cache(4, FULL)
         root = cache.tree.root(EMPTY_SCOPE)
         cache.tree.pin(root)
@@ -288,7 +289,7 @@ class TestPins:
         assert cache.tree.find_root(EMPTY_SCOPE) is None
 
     def test_unpin_after_clear(self) -> None:
-        """A handle that outlives the tree's blocks does no harm."""
+        """Unpinning a block that has left the tree changes nothing."""
         cache = Cache(4, FULL)
         [block] = cache.store(toks(0, 4))
         root = cache.tree.root(EMPTY_SCOPE)
@@ -301,7 +302,7 @@ class TestPins:
         assert cache.tree.find_root(EMPTY_SCOPE) is fresh
 
     def test_misuse_is_caught(self) -> None:
-        """Unpin without pin, a child of a partial block, a child of a block that left."""
+        """Refused: unpinning without a pin, a child of a partial block, a child of a block that left the tree."""
         cache = Cache(4, FULL)
         [partial] = cache.store([1])
         with pytest.raises(AssertionError, match="unpin without pin"):
@@ -334,7 +335,7 @@ class TestClear:
         cache.tree.clear()
 
     def test_a_very_deep_path(self) -> None:
-        """Nothing recurses: neither clearing, nor a cascade, nor the release of what is left."""
+        """Clearing, a cascade, and deallocation do not recurse."""
         for how in ("clear", "lose", "unpin"):
             cache = Cache(1, window(1) if how == "unpin" else FULL)
             node = cache.tree.root(EMPTY_SCOPE)
@@ -359,7 +360,7 @@ class TestClear:
 
 class TestUnsettled:
     def test_hidden_blocks_do_not_match(self) -> None:
-        """Until a load that they depend on has settled, their contents may be wrong; each hide needs its show."""
+        """Blocks whose bytes depend on a load in flight cannot match. Each hide needs a show."""
         cache = Cache(4, FULL, window(4))
         path = cache.store(toks(0, 12))
         cache.tree.hide(path[1])
@@ -397,7 +398,7 @@ class TestUnsettled:
 
 class TestKeys:
     def test_blocks_have_the_keys_of_the_chain(self) -> None:
-        """Full and partial blocks, digests included, asked for in any order."""
+        """Keys of full and partial blocks, with digests too, do not depend on the order of the calls."""
         cache = Cache(4, FULL)
         tokens: list[Token] = [1, digest(1), 3, 4, 5, 6, 7, 8, digest(2), 10]
         scope = ReuseScope(7, 11)

@@ -1,4 +1,4 @@
-"""Managers whose blocks are as large as the numbers of the statistics' rules say, and short ways to read what was counted."""
+"""Managers with blocks of known sizes, and short ways to read their statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def blocks(
     tokens_per_block: int = BLOCK,
     stats: bool = True,
 ) -> KVCacheManagerConfig:
-    """Layers of one buffer each, so many blocks of 2 MiB on each tier (`disk`: directory, blocks); the layer groups share them."""
+    """Layers of one buffer each, and tiers of this many blocks of 2 MiB (`disk`: directory, blocks), which the layer groups
+    share."""
     tiers: list[CacheTierConfig] = [GpuCacheTierConfig(gpu * GRAIN)]
     if host:
         tiers.append(HostCacheTierConfig(host * GRAIN))
@@ -43,7 +44,7 @@ def blocks(
 
 
 def rig_of(config: KVCacheManagerConfig) -> Rig:
-    """A rig without an engine: only counts are compared."""
+    """A rig without an engine, since these tests compare only counts."""
     return Rig(config, engine=False)
 
 
@@ -64,13 +65,13 @@ def suspended_cache(
 
 
 def seed(rig: Rig, beg: int, end: int) -> None:
-    """Have tokens beg..end-1 cached, and forget what that counted."""
+    """Cache tokens beg..end-1, and discard the counts of doing so."""
     rig.seed(toks(beg, end))
     forget(rig)
 
 
 def forget(rig: Rig) -> None:
-    """Read everything that resets."""
+    """Reset every statistic that resets when it is read."""
     manager = rig.manager
     manager.get_and_reset_iteration_stats()
     manager.get_and_reset_ssm_snapshot_iteration_stats()
@@ -82,10 +83,10 @@ def forget(rig: Rig) -> None:
 
 
 def iteration(rig: Rig, life_cycle: int = 0) -> KVCacheIterationStatsDelta:
-    """What a life cycle counted since the last reading; all zero if it is not listed."""
+    """The counts of a life cycle since the last reading; all zero if it is not listed."""
     return rig.manager.get_and_reset_iteration_stats().get(LifeCycleId(life_cycle), KVCacheIterationStatsDelta())
 
 
 def request(total: int, missed: int, reused: int = 0) -> KVCacheStatsDelta:
-    """A request's delta: blocks taken, missed and reused."""
+    """The counts of a request: blocks allocated, missed and reused."""
     return KVCacheStatsDelta(total, total, reused, missed)

@@ -1,4 +1,4 @@
-"""Pages and room on the levels: the rules of the state machine and of making room, one by one."""
+"""The states of pages, and eviction, rule by rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.storage_rig import FakeBlock
 
 class TestOnePage:
     def test_private_page_is_freed_with_its_last_lock(self, new_rig: NewRig) -> None:
-        """An uncommitted page without locks and holds is freed at once; it joins no queue."""
+        """A page without owner, locks and holds is freed at once, and enters no list."""
         rig = new_rig([[2]], "g")
         page = rig.new()
         assert page.status() == PageStatus.LOCKED
@@ -71,7 +71,8 @@ class TestOnePage:
 
 class TestMakingRoom:
     def test_shortage_changes_nothing(self, new_rig: NewRig) -> None:
-        """Held pages cannot be dropped: what does not fit below is refused, and the queues are as before."""
+        """Held pages cannot be dropped: if they do not fit the colder level, the call is refused, and the eviction order is
+        unchanged."""
         rig = new_rig([[4], [2]])
         pages = [rig.held(i) for i in range(4)]
         before = rig.order(0)
@@ -91,7 +92,7 @@ class TestMakingRoom:
         assert shortage.missing == 1
 
     def test_droppable_page_goes_where_held_ones_have_no_room(self, new_rig: NewRig) -> None:
-        """An older held page is passed over when no colder level can take it, rather than fail while a cached one is there."""
+        """An older held page that no colder level can take is skipped: a droppable page is evicted instead."""
         rig = new_rig([[2], [1]])
         below = rig.held(0)
         held = rig.held(1)
@@ -109,7 +110,7 @@ class TestMakingRoom:
         assert not young.alive()
 
     def test_owner_may_give_back_more_while_it_is_told(self, new_rig: NewRig) -> None:
-        """Dropping a block's page ends its descendants: their pages are dropped from within the call."""
+        """Dropping the page of a block drops the pages of its descendants within the same call."""
         rig = new_rig([[2], [2]])
         parent = FakeBlock("parent")
         pages = [rig.cached(0, owner=parent), *[rig.cached(i) for i in range(1, 4)]]
@@ -142,7 +143,7 @@ class TestMakingRoom:
 
 class TestTakeOverAndCopies:
     def test_take_over(self, new_rig: NewRig) -> None:
-        """The colder identical page gets our slot and lock, and gives its own back."""
+        """The colder identical page gets the slot and the lock of the other one, and its own slot is freed."""
         rig = new_rig([[1], [1]])
         block = FakeBlock("cold")
         cold = rig.cached(7, owner=block)
