@@ -8,11 +8,11 @@ from typing import SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import IntBuffer, at_least, instance, items_of, whole
+from kv_cache_manager_v2.arguments import WORD_LIMIT, IntBuffer, at_least, flag, instance, items_of, whole
 from kv_cache_manager_v2.batch_calls import requests_of
 from kv_cache_manager_v2.buffers import require_length, writable_integers
 from kv_cache_manager_v2.errors import ConfigError
-from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, LayerGroupId
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, INT32_MAX, LayerGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.batch_rows import BatchRows
@@ -22,18 +22,19 @@ from kv_cache_manager_v2.request.request import CLOSED, Request
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlainBatchTables:
-    """One int32 array per layer group, with a row of base page indices for each cache that was added.
+    """One array per layer group, with a row of base page indices for each cache that was added.
 
     The manager writes entries in place as pages come and go: a step copies nothing. A row stays with its cache through `suspend()`,
-    when its entries are BAD_PAGE_INDEX, and `resume()`, until `remove()` or `close()` of the cache. An array has shape
+    when its entries are `pad_value`, and `resume()`, until `remove()` or `close()` of the cache. An array has shape
     (max_requests, max_blocks); that of the recurrent layer group (max_requests, 1), with the slot of the live state. Rows are of
-    beam 0. Entries without a page are BAD_PAGE_INDEX. The manager does not write to unused rows.
+    beam 0. The manager does not write to unused rows. Entries are int32, or with `int64` of 64 bits. `offset` is added to each base
+    page index, and `pad_value` stands for a page that is not there: 1 and 0 for an engine whose block 0 is a null block.
 
     A copy to the GPU reads the rows when it runs: let it end before the next call that changes pages, or copy in that call's order.
 
-    `arrays` has the memory of each layer group, such as pinned memory: contiguous two-dimensional int32 buffers of these shapes.
-    Raises ConfigError for others. `extras.arrays.BatchTables` and `extras.torch.BatchTables` are these tables as numpy arrays and
-    as tensors, which `table()` returns.
+    `arrays` has the memory of each layer group, such as pinned memory: contiguous two-dimensional buffers of these shapes, int32 or
+    int64, whatever `int64` says. Raises ConfigError for others, and where entries do not fit int32. `extras.arrays.BatchTables` and
+    `extras.torch.BatchTables` are these tables as numpy arrays and as tensors, which `table()` returns.
     """
 
     def __init__(
@@ -42,29 +43,36 @@ class PlainBatchTables:
         max_requests: SupportsIndex,
         max_blocks: SupportsIndex,
         arrays: Sequence[IntBuffer] | None = None,
+        pad_value: SupportsIndex = BAD_PAGE_INDEX,
+        offset: SupportsIndex = 0,
+        int64: bool = False,
     ) -> None:
         rows, blocks = at_least(max_requests, "max_requests", 1), at_least(max_blocks, "max_blocks", 1)
+        pad, shift, wide = whole(pad_value, "pad_value"), at_least(offset, "offset", 0), flag(int64, "int64")
         widths = table_widths(manager, blocks)
         self._shared = manager.shared
         self._arrays: list[object] = []
         views: list[memoryview[int]] = []
         if arrays is None:
             for width in widths:
-                made = memoryview(array("i", [BAD_PAGE_INDEX]) * (rows * width))
+                made = memoryview(array("q" if wide else "i", [0]) * (rows * width))
                 views.append(made)
-                self._arrays.append(made.cast("B").cast("i", [rows, width]))
+                octets = made.cast("B")
+                self._arrays.append(octets.cast("q", [rows, width]) if wide else octets.cast("i", [rows, width]))
         else:
-            self._arrays.extend(items_of(arrays, "arrays", "int32 buffers"))
+            self._arrays.extend(items_of(arrays, "arrays", "int32 or int64 buffers"))
             if len(self._arrays) != len(widths):
                 raise ConfigError(f"arrays has {len(self._arrays)} buffers; this manager has {len(widths)} layer groups")
             for group, width in enumerate(widths):
                 name = f"arrays[{group}]"
-                view = writable_integers(self._arrays[group], name, "i", 2)
+                view = writable_integers(self._arrays[group], name, "iq", 2)
                 shape = tuple(getattr(self._arrays[group], "shape", ()))
                 if shape != (rows, width):
                     raise ConfigError(f"{name} has shape {shape}; it must have shape {(rows, width)}")
                 views.append(view)
-        self._rows = BatchRows(views, rows, blocks, -1 if self._shared.ssm is None else int(self._shared.ssm.index))
+        self._require_fit(views, pad, shift)
+        state_group = -1 if self._shared.ssm is None else int(self._shared.ssm.index)
+        self._rows = BatchRows(views, rows, blocks, state_group, pad, shift)
 
     def add(self, cache: KVCache) -> int:
         """Give the cache a row, and return its number. A buffer that was set for the cache is detached. O(blocks of the cache).
@@ -120,12 +128,22 @@ class PlainBatchTables:
 
         The version of one row is `cache.get_base_page_indices_version(layer_group_id)`.
         """
-        return self._rows.versions[self._group(layer_group_id)].value
+        return self._rows.entries[self._group(layer_group_id)].version
 
     @property
     def num_unused_rows(self) -> int:
         """How many more caches can be added."""
         return len(self._rows.unused)
+
+    def _require_fit(self, views: list[memoryview[int]], pad: int, offset: int) -> None:
+        """Raise ConfigError if an entry does not fit its array."""
+        hierarchy = self._shared.hierarchy
+        for group, view in enumerate(views):
+            limit = INT32_MAX if view.format == "i" else WORD_LIMIT - 1
+            last = hierarchy.total(GPU_LEVEL, self._shared.pool_group_of[group]) - 1 + offset
+            for name, value in (("pad_value", pad), ("offset", last)):
+                if not -limit - 1 <= value <= limit:
+                    raise ConfigError(f"{name} gives entries of {value} in layer group {group}; use int64 arrays, or a smaller one")
 
     def _request(self, cache: object) -> Request:
         request = instance(cache, KVCache, "cache").state

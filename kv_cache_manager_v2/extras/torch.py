@@ -62,18 +62,26 @@ class BatchTables(PlainBatchTables):
     """
 
     def __init__(
-        self, manager: KVCacheManager, max_requests: SupportsIndex, max_blocks: SupportsIndex, pin_memory: bool = False
+        self,
+        manager: KVCacheManager,
+        max_requests: SupportsIndex,
+        max_blocks: SupportsIndex,
+        pin_memory: bool = False,
+        pad_value: SupportsIndex = BAD_PAGE_INDEX,
+        offset: SupportsIndex = 0,
+        int64: bool = False,
     ) -> None:
         rows, blocks = at_least(max_requests, "max_requests", 1), at_least(max_blocks, "max_blocks", 1)
         pinned = flag(pin_memory, "pin_memory")
+        dtype = torch.int64 if flag(int64, "int64") else torch.int32
         widths = table_widths(manager, blocks)
         try:
-            tensors = [torch.full((rows, width), BAD_PAGE_INDEX, dtype=torch.int32, pin_memory=pinned) for width in widths]
+            tensors = [torch.empty((rows, width), dtype=dtype, pin_memory=pinned) for width in widths]
         except RuntimeError as error:  # also for too little memory
             raise OutOfMemoryError(
                 f"no memory for batch tables, pin_memory={pinned}: {error}; without a GPU nothing can be pinned"
             ) from error
-        super().__init__(manager, rows, blocks, tensors)
+        super().__init__(manager, rows, blocks, tensors, pad_value, offset)
 
     def table(self, layer_group_id: SupportsIndex) -> torch.Tensor:
         """The tensor of a layer group, of shape (max_requests, max_blocks); (max_requests, 1) for the recurrent one."""

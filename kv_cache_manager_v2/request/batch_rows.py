@@ -1,4 +1,4 @@
-"""Rows of a batch table: one array of base page indices per layer group, with a row for each request.
+"""Rows of a batch table: one array of page indices per layer group, with a row for each request.
 
 The row of a request is its page-index row (`PageIndexRow`), so pages are written where the engine's kernels read them. Suspending
 leaves the row in place with BAD entries, and resuming fills it again.
@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
-from kv_cache_manager_v2.request.page_index_row import TableVersion, bad_run
+from kv_cache_manager_v2.request.page_index_row import TableEntries, bad_run
 from kv_cache_manager_v2.request.request import ACTIVE, Request
 
 
 class BatchRows:
     """The rows of all layer groups, in memory of the caller. Adding and removing a request is O(its blocks)."""
 
-    def __init__(self, views: list[memoryview[int]], num_rows: int, num_blocks: int, recurrent_group: int) -> None:
+    def __init__(
+        self, views: list[memoryview[int]], num_rows: int, num_blocks: int, recurrent_group: int, pad: int, offset: int
+    ) -> None:
         self.views = views  # by layer group: num_rows * num_blocks entries, for the recurrent group num_rows
         self.num_blocks = num_blocks
         self.recurrent_group = recurrent_group  # -1 if there is none
-        self.versions: list[TableVersion] = [TableVersion() for _view in views]
+        self.entries: list[TableEntries] = [TableEntries(pad, offset, view.format) for view in views]
         self.owners: list[Request | None] = [None] * num_rows
         self.unused: list[int] = list(range(num_rows - 1, -1, -1))  # rows without a request; the last one is used next
-        for view in views:
-            view[:] = memoryview(bad_run(len(view)))
+        for group, view in enumerate(views):
+            view[:] = memoryview(self.entries[group].shown_all(bad_run(0), len(view)))
 
     def add(self, request: Request) -> int:
         """Give the request a row. Raises ConfigError, with nothing changed, if it cannot have one."""
@@ -40,7 +42,7 @@ class BatchRows:
         request.batch_rows = self
         request.batch_row = row
         for number, table in enumerate(request.main_tables):
-            table.row.join(views[number], self.versions[table.index])
+            table.row.join(views[number], self.entries[table.index])
         self.publish_state(request)
         return row
 
@@ -64,9 +66,13 @@ class BatchRows:
 
     def _set_state(self, row: int, value: int) -> None:
         group = self.recurrent_group
-        if group >= 0 and self.views[group][row] != value:
-            self.views[group][row] = value
-            self.versions[group].value += 1
+        if group < 0:
+            return
+        entries = self.entries[group]
+        shown = entries.shown(value)
+        if self.views[group][row] != shown:
+            self.views[group][row] = shown
+            entries.version += 1
 
     def check_invariants(self) -> None:
         """Assert that rows and requests name each other. That entries are right is a matter of the page-index rows."""
@@ -78,7 +84,9 @@ class BatchRows:
             assert owner.batch_rows is self
             assert owner.batch_row == row
             for table in owner.main_tables:
-                assert table.row.table is self.versions[table.index]
+                assert table.row.table is self.entries[table.index]
+                table.row.check_mirror()
             if owner.recurrent is not None:
                 live = owner.recurrent.page if owner.status == ACTIVE else None
-                assert self.views[self.recurrent_group][row] == (BAD_PAGE_INDEX if live is None else live.slot)
+                shown = self.entries[self.recurrent_group].shown(BAD_PAGE_INDEX if live is None else live.slot)
+                assert self.views[self.recurrent_group][row] == shown

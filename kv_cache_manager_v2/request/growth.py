@@ -41,7 +41,7 @@ def add_blocks(request: Request, capacity: int) -> bool:
         if shared.tables_in_group[group] * wanted > cells[group].allocator.free:
             return False
     for table in request.tables:
-        if table.row.buffer is not None and table.row.max_blocks() < blocks:
+        if table.row.is_fixed() and table.row.max_blocks() < blocks:
             return False
     reservation = Reservation(shared, request.stream)
     with reservation:

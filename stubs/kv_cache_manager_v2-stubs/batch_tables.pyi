@@ -4,22 +4,24 @@ from collections.abc import Sequence
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.arguments import IntBuffer
+from kv_cache_manager_v2.ids import BAD_PAGE_INDEX
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.manager import KVCacheManager
 
 class PlainBatchTables:
-    """One int32 array per layer group, with a row of base page indices for each cache that was added.
+    """One array per layer group, with a row of base page indices for each cache that was added.
 
     The manager writes entries in place as pages come and go: a step copies nothing. A row stays with its cache through `suspend()`,
-    when its entries are BAD_PAGE_INDEX, and `resume()`, until `remove()` or `close()` of the cache. An array has shape
+    when its entries are `pad_value`, and `resume()`, until `remove()` or `close()` of the cache. An array has shape
     (max_requests, max_blocks); that of the recurrent layer group (max_requests, 1), with the slot of the live state. Rows are of
-    beam 0. Entries without a page are BAD_PAGE_INDEX. The manager does not write to unused rows.
+    beam 0. The manager does not write to unused rows. Entries are int32, or with `int64` of 64 bits. `offset` is added to each base
+    page index, and `pad_value` stands for a page that is not there: 1 and 0 for an engine whose block 0 is a null block.
 
     A copy to the GPU reads the rows when it runs: let it end before the next call that changes pages, or copy in that call's order.
 
-    `arrays` has the memory of each layer group, such as pinned memory: contiguous two-dimensional int32 buffers of these shapes.
-    Raises ConfigError for others. `extras.arrays.BatchTables` and `extras.torch.BatchTables` are these tables as numpy arrays and
-    as tensors, which `table()` returns.
+    `arrays` has the memory of each layer group, such as pinned memory: contiguous two-dimensional buffers of these shapes, int32 or
+    int64, whatever `int64` says. Raises ConfigError for others, and where entries do not fit int32. `extras.arrays.BatchTables` and
+    `extras.torch.BatchTables` are these tables as numpy arrays and as tensors, which `table()` returns.
     """
 
     def __init__(
@@ -28,6 +30,9 @@ class PlainBatchTables:
         max_requests: SupportsIndex,
         max_blocks: SupportsIndex,
         arrays: Sequence[IntBuffer] | None = None,
+        pad_value: SupportsIndex = BAD_PAGE_INDEX,
+        offset: SupportsIndex = 0,
+        int64: bool = False,
     ) -> None: ...
     def add(self, cache: KVCache) -> int:
         """Give the cache a row, and return its number. A buffer that was set for the cache is detached. O(blocks of the cache).

@@ -174,6 +174,9 @@ VALID: Final[Mapping[str, Maker]] = {
     "max_requests": always(2),
     "max_blocks": always(4),
     "arrays": always(None),
+    "pad_value": always(0),
+    "offset": always(1),
+    "int64": always(True),
     "PlainBatchTables.add.cache": lambda scene: scene.active,
     "PlainBatchTables.remove.cache": lambda scene: scene.suspended,
     "PlainBatchTables.row.cache": lambda scene: scene.suspended,
@@ -273,6 +276,7 @@ EXTREMES_ALLOWED: Final[Mapping[str, frozenset[int]]] = {
     "HalfOpenRange.end": NEGATIVE | HUGE,
     "max_kv_event_entries": NEGATIVE | HUGE,
     "EventMirror.num_cached.layer_group_id": frozenset({-1}),
+    "pad_value": frozenset({-1}),
     "v1_block_hash.parent_hash": frozenset({2**63}),
 }
 

@@ -22,6 +22,7 @@ from kv_cache_manager_v2 import (
     resize_batch,
 )
 from kv_cache_manager_v2.extras import arrays
+from kv_cache_manager_v2.ids import INT32_MAX
 from tests.support.models import GRAIN, hybrid, model, small
 from tests.support.rig import Rig, toks
 
@@ -35,7 +36,25 @@ def with_tensors(manager: KVCacheManager, rows: int, blocks: int) -> PlainBatchT
     return torch.BatchTables(manager, rows, blocks)
 
 
+def with_null_block(manager: KVCacheManager, rows: int, blocks: int) -> PlainBatchTables:
+    return PlainBatchTables(manager, rows, blocks, pad_value=0, offset=1)
+
+
+def with_wide_arrays(manager: KVCacheManager, rows: int, blocks: int) -> PlainBatchTables:
+    return arrays.BatchTables(manager, rows, blocks, pad_value=1 << 40, offset=1 << 33, int64=True)
+
+
+def with_wide_tensors(manager: KVCacheManager, rows: int, blocks: int) -> PlainBatchTables:
+    torch: Any = pytest.importorskip("torch")
+    from kv_cache_manager_v2.extras import torch as extra
+
+    tables = extra.BatchTables(manager, rows, blocks, pad_value=-7, offset=3, int64=True)
+    assert tables.table(0).dtype == torch.int64
+    return tables
+
+
 MAKERS: list[Make] = [PlainBatchTables, arrays.BatchTables, with_tensors]
+SHOWN: dict[Make, tuple[int, int]] = {with_null_block: (0, 1), with_wide_arrays: (1 << 40, 1 << 33), with_wide_tensors: (-7, 3)}
 
 
 def widths_of(manager: KVCacheManager) -> list[int]:
@@ -43,18 +62,22 @@ def widths_of(manager: KVCacheManager) -> list[int]:
     return [0 if life_cycle.is_attention else 1 for life_cycle in manager.shared.life_cycles]
 
 
-def check(tables: PlainBatchTables, manager: KVCacheManager, rows: dict[int, KVCache]) -> None:
+def check(tables: PlainBatchTables, manager: KVCacheManager, rows: dict[int, KVCache], pad: int = -1, offset: int = 0) -> None:
     """Each row shows what its cache says, and the rest is as the manager left it."""
+
+    def shown(pages: list[int], count: int) -> list[int]:
+        return [pad if page == BAD_PAGE_INDEX else page + offset for page in pages] + [pad] * (count - len(pages))
+
     manager.check_invariants()
     for group, recurrent in enumerate(widths_of(manager)):
         entries: Any = tables.table(group).tolist()
         for row, cache in rows.items():
             assert tables.row(cache) == row
             if recurrent:
-                assert entries[row] == [cache.get_ssm_block_base_index(group)]
+                assert entries[row] == shown([cache.get_ssm_block_base_index(group)], 1)
                 continue
             pages = list(cache.get_base_page_indices(group))[: cache.num_blocks]
-            assert entries[row] == pages + [BAD_PAGE_INDEX] * (len(entries[row]) - len(pages))
+            assert entries[row] == shown(pages, len(entries[row]))
             if cache.is_active:
                 assert max(pages, default=0) >= 0
 
@@ -63,13 +86,14 @@ def snapshot(tables: PlainBatchTables, manager: KVCacheManager) -> list[Any]:
     return [tables.table(group).tolist() for group in range(len(manager.layer_grouping))]
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("make", [*MAKERS, *SHOWN])
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_follow_their_requests(make: Make, seed: int) -> None:
     """Growth, windows, adoption, suspension with pages moved away, resumption, a wider beam and back, close and drop, in any order.
 
-    A version changes if an entry of its table or row has changed.
+    A version changes if an entry of its table or row has changed. Entries are as the caller has chosen.
     """
+    pad, offset = SHOWN.get(make, (BAD_PAGE_INDEX, 0))
     rng = random.Random(seed)
     with Rig(hybrid(16, 32, kinds=("full", (6, 0)), host_slots=64), engine=False) as rig:
         manager = rig.manager
@@ -98,13 +122,13 @@ def test_rows_follow_their_requests(make: Make, seed: int) -> None:
                 cache.close()
             elif act == 4 and cache.is_active and cache.history_length == cache.capacity:
                 cache.beam_width = 2
-                check(tables, manager, rows)
+                check(tables, manager, rows, pad, offset)
                 cache.resize(cache.capacity + 1)
                 cache.commit([7], [1])
                 cache.beam_width = 1
             elif cache.is_active and cache.resize(min(64, cache.capacity + rng.randrange(6))):
                 cache.commit(toks(cache.num_committed_tokens, cache.capacity))
-            check(tables, manager, rows)
+            check(tables, manager, rows, pad, offset)
             after = snapshot(tables, manager)
             for group in groups:
                 assert before[group] == after[group] or tables.version(group) > versions[group]
@@ -248,7 +272,7 @@ def test_mistakes_change_nothing() -> None:
     [
         [np.zeros((3, 8), np.int32)] * 2,
         [np.zeros((8, 3), np.int32)],
-        [np.zeros((3, 8), np.int64)],
+        [np.zeros((3, 8), np.int16)],
         [np.zeros(24, np.int32)],
         [np.zeros((3, 16), np.int32)[:, ::2]],
         [array("i", [0] * 24)],
@@ -259,6 +283,40 @@ def test_mistakes_change_nothing() -> None:
 def test_wrong_memory_is_refused(wrong: Any) -> None:
     with Rig(small(32), engine=False) as rig, pytest.raises(ConfigError, match="arrays"):
         PlainBatchTables(rig.manager, 3, 8, wrong)
+
+
+def test_entries_that_do_not_fit_are_refused() -> None:
+    """With the layer group, before any row is written; a row of the caller's may be int64."""
+    with Rig(small(32), engine=False) as rig:
+        memory = np.full((3, 8), 77, np.int32)
+        with pytest.raises(ConfigError, match=r"offset gives entries of 2147483678 in layer group 0; use int64 arrays"):
+            PlainBatchTables(rig.manager, 3, 8, [memory], offset=INT32_MAX)
+        with pytest.raises(ConfigError, match="pad_value gives entries of -2147483649"):
+            PlainBatchTables(rig.manager, 3, 8, [memory], pad_value=-INT32_MAX - 2)
+        with pytest.raises(ConfigError, match="offset is -1"):
+            PlainBatchTables(rig.manager, 3, 8, [memory], offset=-1)
+        assert memory.tolist() == [[77] * 8] * 3
+        wide = memory.astype(np.int64)
+        assert PlainBatchTables(rig.manager, 3, 8, [wide], -INT32_MAX - 2).table(0) is wide
+        assert wide.tolist() == [[-INT32_MAX - 2] * 8] * 3
+
+
+def test_page_indices_of_a_cache_are_base_page_indices_in_any_table() -> None:
+    """Only the table has the offset; limits of a row hold for it too."""
+    with Rig(small(32), engine=False) as rig:
+        tables = with_null_block(rig.manager, 2, 4)
+        cache = rig.open()
+        tables.add(cache)
+        assert cache.resize(12)
+        pages = list(cache.get_base_page_indices(0))
+        assert pages == list(cache.get_aggregated_page_indices(0)) == [0, 1, 2]
+        assert tables.table(0).tolist() == [[1, 2, 3, 0], [0, 0, 0, 0]]
+        with pytest.raises(ConfigError, match="too short: 4 entries for 5 blocks"):
+            cache.resize(17)
+        tables.remove(cache)
+        assert tables.table(0).tolist() == [[0] * 4] * 2
+        assert cache.resize(17)
+        assert list(cache.get_base_page_indices(0))[:3] == pages
 
 
 def test_a_dropped_cache_frees_its_row_with_its_pages() -> None:

@@ -25,5 +25,5 @@ def pool_array(
 class BatchTables(PlainBatchTables):
     """`PlainBatchTables` with numpy arrays."""
 
-    def table(self, layer_group_id: SupportsIndex) -> npt.NDArray[np.int32]:
+    def table(self, layer_group_id: SupportsIndex) -> npt.NDArray[np.int32 | np.int64]:
         """The array of a layer group, of shape (max_requests, max_blocks); (max_requests, 1) for the recurrent one. No copy."""
