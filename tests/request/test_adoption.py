@@ -1,4 +1,4 @@
-"""Adoption switched off: a request keeps the pages that it was given, and what it has computed stays reusable."""
+"""Without adoption a request keeps its own pages, and the blocks that it has computed stay reusable."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_duplicate_that_left_its_window_holds_no_other_tokens_of_the_block() -
 
 
 def test_a_duplicate_on_another_level_moves_the_cached_page() -> None:
-    """The listener is told of the level where the block's page lies now, and of no removal."""
+    """The listener learns the new level of the block's page, and of no removal."""
     notes = Notes()
     with Rig(keeping(4, host_slots=1), events=notes) as rig:
         first, second = computed(rig, toks(0, 4)), computed(rig, toks(0, 4))

@@ -1,4 +1,4 @@
-"""Ranks that serve the same requests must divide their memory alike without talking to each other."""
+"""Ranks that serve the same requests must divide their memory in the same way, without communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.models import MIB, attention
 
 
 def rank(offset: float) -> tuple[KVCacheManager, EmulatedDriver]:
-    """A manager of two pool groups whose clock began elsewhere than the other ranks'."""
+    """A manager of two pool groups, with a clock offset of its own."""
     config = KVCacheManagerConfig(
         32,
         [GpuCacheTierConfig(64 * MIB), HostCacheTierConfig(64 * MIB)],
@@ -33,8 +33,8 @@ def rank(offset: float) -> tuple[KVCacheManager, EmulatedDriver]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_histories_give_equal_decisions(seed: int) -> None:
-    """Two ranks with clocks of their own serve the same requests: they want to adjust at the same moment, and come to the same
-    slots."""
+    """Two ranks with different clocks serve the same requests: `need_adjustment` becomes true at the same step, and both get the
+    same slots."""
     ranks = [rank(0.0), rank(12345.5)]
     traces: list[list[object]] = []
     for manager, driver in ranks:

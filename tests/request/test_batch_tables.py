@@ -1,4 +1,4 @@
-"""Batch tables: rows that show exactly the pages of their requests, whatever happens to these."""
+"""Batch tables: a row always has exactly the page indices of its request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def widths_of(manager: KVCacheManager) -> list[int]:
 
 
 def check(tables: PlainBatchTables, manager: KVCacheManager, rows: dict[int, KVCache], pad: int = -1, offset: int = 0) -> None:
-    """Each row shows what its cache says, and the rest is as the manager left it."""
+    """Each row equals its cache's page indices, and unused entries are padding."""
 
     def shown(pages: list[int], count: int) -> list[int]:
         return [pad if page == BAD_PAGE_INDEX else page + offset for page in pages] + [pad] * (count - len(pages))
@@ -173,7 +173,7 @@ def test_rows_are_where_the_kernel_reads_them(make: Make) -> None:
 
 
 def test_memory_of_the_caller_is_used_and_kept_alive() -> None:
-    """Also after the tables were dropped: the rows of open caches are still written."""
+    """The rows of open caches are written even after the tables object is dropped."""
     torch: Any = pytest.importorskip("torch")
     from kv_cache_manager_v2.extras import torch as extra
 
@@ -197,7 +197,7 @@ def test_memory_of_the_caller_is_used_and_kept_alive() -> None:
 
 
 def test_rows_of_a_batch() -> None:
-    """In the order of the caches, into memory of the caller if wanted."""
+    """`rows` returns rows in the order of the caches, or writes them to `out`."""
     with Rig(small(32), engine=False) as rig:
         tables = PlainBatchTables(rig.manager, 4, 8)
         caches = [rig.create() for _i in range(4)]
@@ -232,7 +232,7 @@ def test_a_cache_that_was_removed_goes_on_with_rows_of_its_own() -> None:
 
 
 def test_mistakes_change_nothing() -> None:
-    """Each says what is wrong, and what to do."""
+    """Each error names the mistake and the remedy."""
     with Rig(small(32), engine=False) as rig, Rig(small(32), engine=False) as other:
         tables = PlainBatchTables(rig.manager, 2, 2)
         cache, closed, foreign = rig.create(), rig.create(), other.create()
@@ -320,7 +320,7 @@ def test_page_indices_of_a_cache_are_base_page_indices_in_any_table() -> None:
 
 
 def test_a_dropped_cache_frees_its_row_with_its_pages() -> None:
-    """When the next call closes it."""
+    """The next call closes the cache."""
     with Rig(small(32), engine=False) as rig:
         tables = PlainBatchTables(rig.manager, 1, 8)
         cache = rig.manager.create_kv_cache()

@@ -1,4 +1,4 @@
-"""Beam search and forks: several continuations that share what is settled.
+"""Beam search and forks: several continuations that share history blocks.
 
 A further beam reads BAD where it shares beam 0's page; the engine here reads those through beam 0. Each beam has tokens of its own.
 """
@@ -23,7 +23,7 @@ def row(rig: Rig, request: Request, beam: int, layer: int = 0) -> list[int]:
 
 
 class Search:
-    """A request with several beams: and their tokens."""
+    """A request with several beams, and their tokens."""
 
     def __init__(self, rig: Rig, prompt: list[Token], width: int) -> None:
         self.rig = rig
@@ -41,7 +41,7 @@ class Search:
         self.rig.settle()
 
     def step(self, count: int, tag: int) -> bool:
-        """Every beam goes on with tokens of its own."""
+        """Append different tokens to each beam."""
         cache = self.request.cache
         length = len(self.texts[0])
         if not cache.resize(length + count, length):
@@ -128,7 +128,7 @@ def test_a_block_of_several_beams_is_refused() -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_narrowing(keep: int) -> None:
-    """The last beams' pages are freed; those that stay keep their bytes and go on."""
+    """The pages of the last beams are freed. The other beams keep their bytes and continue."""
     with Rig(small(64)) as rig:
         search = Search(rig, toks(0, 6), 3)
         assert search.step(5, 1)
@@ -143,7 +143,7 @@ def test_narrowing(keep: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_states_are_copied_per_beam(seed: int) -> None:
-    """Recurrent layers: every beam has a state of its own from the widening on, under any order of the streams."""
+    """Recurrent layers: after widening, every beam has its own state, under any order of the streams."""
     with Rig(hybrid(8, 32), "random", seed) as rig:
         search = Search(rig, toks(0, 6), 3)
         search.check()
@@ -159,7 +159,7 @@ def test_states_are_copied_per_beam(seed: int) -> None:
 
 @pytest.mark.parametrize("host_slots", [0, 40])
 def test_beams_survive_a_suspension(host_slots: int) -> None:
-    """All beams' pages are held, moved down if need be, and brought back."""
+    """The pages of all beams are held, offloaded if needed, and loaded again."""
     with Rig(small(16, host_slots=host_slots)) as rig:
         search = Search(rig, toks(0, 6), 3)
         assert search.step(5, 1)
@@ -196,7 +196,7 @@ def test_a_width_that_does_not_fit() -> None:
 @pytest.mark.parametrize("length", [6, 8, 3, 13])
 @pytest.mark.parametrize("kinds", [["full"], ["full", (8, 0)], ["ssm"]])
 def test_a_fork_is_a_copy_on_write(kinds: list[Kind], length: int, first_closed: str) -> None:
-    """Full blocks are shared, the tail is private: both go on differently, and closing either leaves the other whole."""
+    """Full blocks are shared and the tail is private: both continue differently, and closing one does not affect the other."""
     config = hybrid(8, 32) if kinds == ["ssm"] else small(32, kinds=kinds)
     with Rig(config) as rig:
         parent = rig.start()
@@ -272,7 +272,7 @@ def test_speculative_decoding(kinds: list[Kind], accepted: int) -> None:
 
 
 def two_that_share_a_settled_block(rig: Rig) -> tuple[KVCache, KVCache]:
-    """A request with 8 settled tokens, 6 of them committed, and its fork: blocks of 4, both ACTIVE."""
+    """A request with a history of 8 tokens, 6 of them committed, and its fork: blocks of 4, both ACTIVE."""
     parent = rig.open()
     assert parent.resize(8, 8)
     parent.commit([1, 2, 3, 4, 5, 6])
@@ -283,8 +283,8 @@ def two_that_share_a_settled_block(rig: Rig) -> tuple[KVCache, KVCache]:
 
 @pytest.mark.parametrize("ending", ["stop_committing", "close", "is_end"])
 def test_a_fork_widens_what_the_other_published_in_part(ending: str) -> None:
-    """Two forks share a settled block. One publishes the committed part of it; when the other commits all of it, all of it is
-    there for reuse, and what follows too."""
+    """Two forks share a history block. One publishes its committed part. When the other commits all of it, the whole block can be
+    reused, and what follows too."""
     with Rig(small(16), engine=False) as rig:
         parent, fork = two_that_share_a_settled_block(rig)
         if ending == "stop_committing":
@@ -304,7 +304,7 @@ def test_a_fork_widens_what_the_other_published_in_part(ending: str) -> None:
 
 
 def test_a_longer_partial_tail_widens_too() -> None:
-    """The other fork stops one token further on: the page is good for that many."""
+    """The other fork stops one token later: the page then covers that many tokens."""
     with Rig(small(16), engine=False) as rig:
         parent, fork = two_that_share_a_settled_block(rig)
         parent.stop_committing()

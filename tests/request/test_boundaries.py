@@ -1,4 +1,4 @@
-"""Boundary values: lengths around zero, around a block, around a window, and arguments that can never be right."""
+"""Boundary values: lengths around zero, a block and a window, and arguments that are never valid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.rig import Rig, toks
 
 @pytest.mark.parametrize("history", [0, 5, 12, 15, 16])
 def test_capacity_below_history_is_refused(history: int) -> None:
-    """A clean error that changes nothing; a capacity equal to the history is fine."""
+    """A capacity below the history raises and changes nothing; an equal one is accepted."""
     with Rig(small(8)) as rig:
         cache = rig.open()
         assert cache.resize(16, history)
@@ -84,7 +84,7 @@ def test_index_buffers_of_the_engine() -> None:
 
 @pytest.mark.parametrize("kinds", [["full"], ["full", (64, 0)], [(64, 0)]])
 def test_a_request_that_can_never_fit(kinds: list[tuple[int, int] | str]) -> None:
-    """False at once and for good, nothing changed; the longest length that fits is what clamp says."""
+    """`resize` returns False with a permanent shortage. The longest length that fits is that of `clamp_max_seq_len_for_mem`."""
     slots = 4 * len(kinds)
     with Rig(small(max(slots, 36), kinds=kinds)) as rig:
         there = rig.counts().total // len(kinds)
@@ -106,7 +106,7 @@ def test_a_request_that_can_never_fit(kinds: list[tuple[int, int] | str]) -> Non
 
 
 def test_addresses_far_into_a_pool() -> None:
-    """A page stride of 1,039,680 bytes at index 2066 is past 2 GiB: what is written there is read there."""
+    """With a page stride of 1,039,680 bytes, index 2066 is beyond 2 GiB: bytes written there are read back."""
     with Rig(model([attention(0, 1_039_680)], gpu=2148 << 20)) as rig:
         assert rig.counts().total > 2066
         hog = rig.start()

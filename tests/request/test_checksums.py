@@ -1,4 +1,4 @@
-"""Damaged bytes on disk, as an engine sees them: an error by name or a shorter match, never an answer."""
+"""Damaged bytes on disk give an engine an error or a shorter match, never wrong pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def damage(rig: Rig, block: int) -> int:
 
 
 def use(rig: Rig, request: Request) -> None:
-    """Load the pages of a request, and ask for more."""
+    """Load the pages of a request, and grow it."""
     request.cache.resume(rig.stream)
     rig.driver.synchronize()
     request.cache.resize(17)
@@ -64,7 +64,7 @@ def test_a_damaged_block_is_an_error_for_its_request_and_a_miss_for_the_next(
 
 
 def test_damaged_bytes_of_a_suspended_request(tmp_path: Path) -> None:
-    """They cannot be had again: it fails as a whole, `close` works, and its slots are free."""
+    """The bytes are lost: the request fails as a whole, `close` works, and its slots are freed."""
     with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
         request = rig.start()
         assert request.advance(PROMPT)
@@ -80,7 +80,7 @@ def test_damaged_bytes_of_a_suspended_request(tmp_path: Path) -> None:
 
 
 def test_without_checksums_nothing_is_compared(tmp_path: Path) -> None:
-    """What the engine asked for; the time is saved, and damage is its own affair."""
+    """With `checksum=None` damaged bytes are not detected."""
     config = small(4, disk=(str(tmp_path), 4))
     disk = config.cache_tiers[1]
     assert isinstance(disk, DiskCacheTierConfig)

@@ -1,4 +1,5 @@
-"""Tokens committed before their step is queued: who may match the blocks, when they are computed, and what if they never are."""
+"""Tokens committed before their step is queued: which requests match the blocks, when the blocks count as computed, and what
+follows if they never are."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_request_of_the_same_step_reuses_whole_blocks_that_the_step_computes(s
 
 
 def test_window_pages_stay_until_the_history_moves() -> None:
-    """A step's first queries read pages that its last token leaves behind."""
+    """The first queries of a step read pages that are outside the window of its last token."""
     with Rig(small(32, kinds=FULL_AND_WINDOW)) as rig:
         request = rig.start()
         assert request.cache.resize(16, 0)
@@ -68,7 +69,7 @@ def test_window_pages_stay_until_the_history_moves() -> None:
 
 @pytest.mark.parametrize("by", ["history", "commit", "commit one", "resize"])
 def test_blocks_are_computed_once_the_history_covers_them(by: str) -> None:
-    """Then they match inside too, other streams may use them, and the listener is told of them."""
+    """Then a match may end inside them, other streams may use them, and the listener is notified."""
     notes = Notes()
     with Rig(small(16), events=notes) as rig:
         request = scheduled(rig, toks(0, 8))
@@ -125,7 +126,7 @@ ENDINGS = [take_back_by_close, take_back_by_suspend, take_back_by_resize]
 @pytest.mark.parametrize("end", ENDINGS)
 @pytest.mark.parametrize("kinds", [("full",), FULL_AND_WINDOW, ((4, 0),)])
 def test_what_is_never_computed_leaves_the_tree_with_its_users(end: Callable[[KVCache], None], kinds: tuple[Kind, ...]) -> None:
-    """So do the blocks that others have committed after them. Requests that matched either can only be closed."""
+    """Blocks that others have committed after them leave too. Requests that matched any of them can only be closed."""
     with Rig(small(24, kinds=kinds), engine=False) as rig:
         rig_tokens = toks(0, 12)
         first = rig.start()
@@ -157,7 +158,7 @@ def test_what_is_never_computed_leaves_the_tree_with_its_users(end: Callable[[KV
 
 @pytest.mark.parametrize("end", [take_back_by_suspend, take_back_by_resize])
 def test_what_was_taken_back_can_be_committed_again(end: Callable[[KVCache], None]) -> None:
-    """Digests too: the tokens of a block that is cut are those before the history."""
+    """A block that the history cuts keeps its tokens up to the history, digests included."""
     tokens = mixed(94, 107)
     with Rig(small(16)) as rig:
         request = rig.start()
@@ -243,7 +244,7 @@ def test_nothing_is_adopted_for_a_block_whose_step_is_still_to_come(adopts: bool
 
 
 def test_what_a_mistake_would_break_is_refused() -> None:
-    """Every call that needs computed tokens says so and changes nothing."""
+    """Every call that needs computed tokens raises and changes nothing."""
     with Rig(small(16), engine=False) as rig:
         cache = scheduled(rig, toks(0, 6)).cache
         stream = rig.new_stream()
@@ -274,7 +275,8 @@ def test_what_a_mistake_would_break_is_refused() -> None:
 @pytest.mark.parametrize("length", [8, 10])
 @pytest.mark.parametrize("by", ["history", "resize", "commit"])
 def test_a_snapshot_is_made_when_all_is_computed(schedule: str, length: int, by: str) -> None:
-    """Not of a part of the tokens, whose state no longer exists; until then a recurrent model matches nothing."""
+    """There is no snapshot after only a part of the tokens, whose state no longer exists. Until then a recurrent model matches
+    nothing."""
     tokens = mixed(95, 95 + length)
     with Rig(hybrid(6, 24, kinds=FULL_AND_WINDOW), schedule, 3) as rig:
         request = scheduled(rig, tokens)
@@ -301,7 +303,7 @@ def test_a_snapshot_is_made_when_all_is_computed(schedule: str, length: int, by:
 
 
 def test_what_is_never_computed_leaves_no_snapshot() -> None:
-    """And the state is that of the history, from which the request goes on."""
+    """The state is that of the history, from which the request continues."""
     with Rig(hybrid(6, 24)) as rig:
         request = rig.start()
         assert request.advance(toks(0, 4))
@@ -349,7 +351,7 @@ def test_a_fork_counts_on_the_same_blocks() -> None:
 
 
 def test_tokens_that_fill_no_block_may_be_committed_ahead() -> None:
-    """The tail is published at the close as far as it is computed."""
+    """`close` publishes the computed part of the tail."""
     with Rig(small(16)) as rig:
         request = scheduled(rig, toks(0, 3))
         queue(request, toks(0, 3))

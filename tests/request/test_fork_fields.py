@@ -1,4 +1,4 @@
-"""A fork goes on from everything that its source stood at: a field of a request is copied, derived or fresh, and says which."""
+"""A fork continues from the state of its source: each field of a request is declared as copied, derived or fresh."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ RECURRENT_FRESH = {"borrowed": "the copy is its own", "skipped": "of its own com
 
 
 def fields(thing: object) -> set[str]:
-    """The attributes of an object of the package, on either build."""
+    """The attributes of an object of the package, on both builds."""
     if not COMPILED:
         return set(vars(thing))
     kind = type(thing)

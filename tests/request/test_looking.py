@@ -1,4 +1,4 @@
-"""Calls that only look: what they take notice of, and what they leave alone."""
+"""Queries: which file transfers they settle, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def look(rig: Rig, how: str, tokens: list[Token]) -> int:
 
 @pytest.mark.parametrize("how", ["probe_reuse", "probe_reuse_by_keys", "probe_first_new_block_key", "explain_miss"])
 def test_who_only_looks_sees_a_failed_write(tmp_path: object, how: str) -> None:
-    """A router that calls nothing else is told of it by the first look after its end; what was there before counts in the peaks."""
+    """A router that only queries learns of a failed write from its first query afterwards. The slots used before count in the
+    peaks."""
     with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
         rig.seed(toks(0, 16))
         assert look(rig, how, toks(0, 16)) == 16
@@ -42,7 +43,7 @@ def test_who_only_looks_sees_a_failed_write(tmp_path: object, how: str) -> None:
 
 
 def test_a_priority_callback_may_look_while_a_transfer_has_failed(tmp_path: object) -> None:
-    """It is asked in the midst of a call: what it sees is not settled behind that call's back."""
+    """A query in a callback settles no transfers, because another call is in progress."""
     seen: list[int] = []
     with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
 

@@ -27,7 +27,7 @@ def test_an_exception_inside_the_block_is_the_one_that_is_seen() -> None:
 
 
 def test_a_block_that_ends_with_open_caches_says_so() -> None:
-    """Without an exception, forgetting to close is a mistake like in `shutdown()`: refused, and nothing changed."""
+    """Without an exception, open caches are refused as in `shutdown()`, with nothing changed."""
     driver = EmulatedDriver()
     manager = KVCacheManager(small(4), driver=driver)
     with pytest.raises(LogicError, match="1 KV cache"), manager:

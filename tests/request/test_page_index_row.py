@@ -31,7 +31,7 @@ def row_of(*values: int) -> PageIndexRow:
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_a_view_never_stops_a_change_of_length_and_keeps_its_entries(number: int) -> None:
-    """The row moves to a new array, which is as if there had been no view."""
+    """The row moves to a new array, whose entries are the same as without a view."""
     row, alone = row_of(1, 2, 3), row_of(1, 2, 3)
     view = memoryview(row.live())  # type: ignore[arg-type]
     CHANGES[number](row)

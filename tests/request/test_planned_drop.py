@@ -129,7 +129,7 @@ def test_best_sibling_not_first_sibling() -> None:
 
 
 def test_a_plan_needs_a_settled_endpoint() -> None:
-    """Before stop_committing it is misuse."""
+    """Before `stop_committing` the call raises."""
     with Rig(small(8, kinds=[(8, 0)])) as rig:
         request = rig.start()
         assert request.advance(toks(0, 8))
@@ -154,7 +154,7 @@ def test_pages_in_use_are_not_dropped(busy: str) -> None:
 
 
 def test_a_discarded_plan_applies() -> None:
-    """Its handle goes without drop(): the next call drops what it named."""
+    """A handle is dropped without `drop()`: the next call applies its plan."""
     with Rig(small(8, kinds=[(8, 0)])) as rig:
         plan = plan_of(rig, toks(0, 16))
         assert rig.probe(toks(0, 16)) == 16

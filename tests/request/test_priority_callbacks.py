@@ -17,7 +17,7 @@ class Boom(Exception):
 
 
 def test_a_callback_that_raises_while_a_request_is_created_leaves_nothing_held() -> None:
-    """The match is given up as it was found: no page stays held, no block pinned, and the next request gets it."""
+    """The match is released: no page stays held, no block pinned, and the next request gets it."""
 
     def second_page_raises(ordinal: int, life_cycle: object) -> int:
         if ordinal == 1:
@@ -148,7 +148,7 @@ def test_a_callback_must_not_call_the_manager(call: Callable[[KVCache, Rig], Non
 
 
 def test_no_callback_is_asked_for_a_length_that_can_never_be_had() -> None:
-    """A slip of the caller is a permanent shortage at once, however far off: the callback sees none of it."""
+    """An impossible length is a permanent shortage at once, and the callback is not called."""
     asked: list[int] = []
 
     def priority(ordinal: int, life_cycle: object) -> int:

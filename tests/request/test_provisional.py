@@ -1,4 +1,4 @@
-"""Commits on top of a load that has not settled: hidden until it has, and never at the cost of what others have computed."""
+"""Blocks committed while a load is in flight are hidden until it settles, and never replace what others have computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def on_disk(rig: Rig, tokens: list[Token]) -> KVCache:
 
 
 def time_out(cache: KVCache) -> None:
-    """Look at the load until its time is up: the emulated device counts calls, not seconds."""
+    """Query until the load times out: the emulated device counts calls, not seconds."""
     for _ in range(1100):
         assert not cache.is_loaded
 

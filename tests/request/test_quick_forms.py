@@ -53,7 +53,7 @@ def test_a_committed_token_gives_scratch_back(form: str) -> None:
 
 
 def test_an_error_of_a_batch_says_whose_it_is() -> None:
-    """Those before it are done, it and those behind it are as they were."""
+    """Earlier requests are done; the one that failed and later ones are unchanged."""
     with Rig(small(16), engine=False) as rig:
         caches = [rig.manager.create_kv_cache(id=number) for number in (7, 8, 9)]
         for cache in caches:

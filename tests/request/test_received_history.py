@@ -1,4 +1,4 @@
-"""A history that another instance computed jumps past the capacity: what was never written is never offered for reuse."""
+"""A history that another instance computed exceeds the capacity: blocks that were never written cannot be reused."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def rig_of(partial: bool = True, window: int | None = None, attention_layers: bo
 
 
 def other(beg: int, end: int) -> list[Token]:
-    """Tokens that no prompt of these tests has at the same place."""
+    """Tokens that differ from every prompt of these tests at each position."""
     return toks(100_000 + beg, 100_000 + end)
 
 
@@ -90,7 +90,7 @@ def test_a_suspended_cache_commits_on_after_its_snapshot_is_gone(attention_layer
 
 @pytest.mark.parametrize("length", [48, 64, 33, 5])
 def test_the_final_commit_moves(length: int) -> None:
-    """commit(..., is_end=True): the live tail and the live state are the tree's, no slot more, no copy."""
+    """`commit(..., is_end=True)` moves the live tail and the live state into the tree: no copy, no further slot."""
     with Rig(hybrid(8, 16, tokens_per_block=32)) as rig:
         request = rig.start()
         assert request.cache.resize(length, 0)
@@ -118,7 +118,8 @@ def test_the_final_commit_moves(length: int) -> None:
 
 @pytest.mark.parametrize(("capacity", "history", "count", "fine"), [(64, 32, 32, True), (64, 48, 32, False), (48, 48, 48, True)])
 def test_commit_not_aligned_with_the_history(capacity: int, history: int, count: int, fine: bool) -> None:
-    """A state that stands elsewhere is no snapshot: refused, nothing committed, and the cache still closes."""
+    """The state at another length cannot become the snapshot: the commit is refused, nothing is committed, and the cache still
+    closes."""
     with Rig(hybrid(8, 16, tokens_per_block=32)) as rig:
         request = rig.start()
         cache = request.cache
@@ -135,8 +136,7 @@ def test_commit_not_aligned_with_the_history(capacity: int, history: int, count:
 
 
 def test_a_request_without_tokens_needs_a_state() -> None:
-    """Two states in all, one of them for a request of no tokens: the third request finds none, and it is the states that are
-    short."""
+    """Two state slots, one used by a request without tokens: the third request has a shortage in the pool group of the states."""
     with Rig(hybrid(2, 16)) as rig:
         idle, busy, third = rig.start(), rig.start(), rig.request()
         assert busy.advance(toks(0, 6))
@@ -171,8 +171,7 @@ def test_states_move_between_tiers(seed: int) -> None:
 
 
 def test_a_hit_runs_where_one_state_is_all_there_is() -> None:
-    """No room for both the snapshot and the live state, and never will be: the request takes the snapshot itself, out of the
-    tree."""
+    """The level can never hold both the snapshot and the live state: the request takes the snapshot's page out of the tree."""
     with Rig(hybrid(1, 8, host_slots=8)) as rig:
         rig.seed(toks(0, 8))
         request = rig.request(toks(0, 8))
@@ -189,7 +188,7 @@ def test_a_hit_runs_where_one_state_is_all_there_is() -> None:
 
 @pytest.mark.parametrize("history", [0, 3, 6, 8])
 def test_a_commit_advances_a_history_that_is_behind_it(history: int) -> None:
-    """With snapshots as without: no call of its own is needed before the commit, wherever the history is up to the new length."""
+    """With and without snapshots, a commit advances a history that is shorter than the new length."""
     with Rig(hybrid(8, 16, kinds=("full", (6, 0)))) as rig:
         request = rig.start()
         assert request.cache.resize(history, 0)

@@ -1,4 +1,4 @@
-"""What holds of a request in every call: nothing half done, the tail evicted first, losses told, limits that mean what they say."""
+"""Rules for every call of a request: all or nothing, the tail evicted first, losses reported, limits exact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_tail_of_a_path_is_evicted_before_its_head(end: str, host_slots: int
 
 
 def resumed_on_a_refused_load(rig: Rig) -> KVCache:
-    """A request whose pages are read from the disk, which refuses to."""
+    """A request whose pages are read from a disk that fails."""
     for beg in (0, 100):
         rig.seed(toks(beg, beg + 16), chunk=4)
     rig.driver.fail("read_file", times=None)
@@ -58,7 +58,7 @@ def resumed_on_a_refused_load(rig: Rig) -> KVCache:
 
 
 def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
-    """A request that resumed on bytes that never came: close() closes, then raises; one line names the request."""
+    """A request resumed and its load failed: close() closes, then raises, and one log line names the request."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
         cache = resumed_on_a_refused_load(rig)
         with caplog.at_level(logging.ERROR), pytest.raises(PageDataLostError):
@@ -71,7 +71,7 @@ def test_a_refused_load_is_told_by_the_close_and_by_the_log(tmp_path: object, ca
 
 @pytest.mark.parametrize("told", ["call", "with", "is_loaded"])
 def test_a_loss_is_told_once(told: str, tmp_path: object) -> None:
-    """close() raises nothing after another call has told of the loss, or while an exception leaves a `with` block."""
+    """close() does not raise after another call has reported the loss, or while an exception leaves a `with` block."""
     with Rig(small(4, disk=(str(tmp_path), 16)), engine=False) as rig:
         cache = resumed_on_a_refused_load(rig)
         if told == "call":
@@ -133,8 +133,8 @@ def test_there_is_no_scratch_descriptor_without_scratch_blocks() -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_commit_that_the_device_refuses_commits_nothing(nth: int) -> None:
-    """The blocks are another request's already, ready at different points of a blocked stream: to adopt each of them the
-    own stream has to wait once more."""
+    """The blocks are cached by another request, ready at different points of a blocked stream: adopting each needs one more
+    wait."""
     with Rig(small(16), engine=False) as rig:
         busy = rig.new_stream()
         gate = rig.driver.gate(busy)

@@ -1,4 +1,4 @@
-"""Where a request's pages are, in rare situations."""
+"""The levels of a request's pages, in rare situations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def loaded(cache: KVCache) -> bool:
 
 
 def test_is_loaded_waits_behind_a_closed_gate() -> None:
-    """A page whose slot still has a writer in front of it is not loaded."""
+    """A page is not loaded while earlier work still writes to its slot."""
     with Rig(small(4, host_slots=4)) as rig:
         rig.seed(toks(0, 16))
         blocker = rig.take(4)
@@ -88,7 +88,7 @@ def test_is_loaded_waits_behind_a_closed_gate() -> None:
 
 
 def test_a_wider_snapshot_takes_the_slot_of_the_one_that_it_replaces() -> None:
-    """Every slot is taken when the endpoint moves from 2 to 3 in one block: it replaces its own pages, not another prompt's."""
+    """With no free slot, a snapshot at 3 tokens replaces the pages of the one at 2 in the same block, not another prompt's."""
     with Rig(small(12, kinds=("full", "ssm"))) as rig:
         rig.seed(toks(100, 104))
         request = rig.start()

@@ -22,7 +22,7 @@ def windows(count: int, window: int, rewind: int = 0, gpu: int = 8 * MIB, size: 
 
 
 def scratch_held(cache: KVCache) -> bool:
-    """Whether it has scratch slots now."""
+    """Whether the cache has scratch slots."""
     return cache.has_scratch_slots
 
 
@@ -35,8 +35,8 @@ def span(request: Request, layer: int = 0) -> tuple[int, int]:
 
 
 def test_a_slot_that_leaves_scratch_waits_for_its_last_user() -> None:
-    """The producer's stream stands at a gate when it closes; the consumer's scratch takes over its slots, changes its stream, and
-    lets a scratch slot become a normal page: the new stream does not get there before the gate opens."""
+    """The producer closes while its stream is blocked at a gate. The consumer's scratch takes its slots, changes its stream, and
+    turns a scratch slot into a page: the new stream waits for the gate."""
     config = model([attention(layer, GRAIN // 64, window=32) for layer in range(32)], gpu=2 * MIB, scratch_rewind=0)
     with Rig(config) as rig:
         assert rig.counts().total == 2
@@ -61,8 +61,8 @@ def test_a_slot_that_leaves_scratch_waits_for_its_last_user() -> None:
 
 
 def test_a_slot_that_becomes_scratch_waits_for_its_last_user() -> None:
-    """The one slot that the gated producer gives up becomes the consumer's scratch, its page comes from the free one: the
-    consumer waits."""
+    """The slot that the blocked producer frees becomes the consumer's scratch, and its page uses a free slot: the consumer
+    waits."""
     config = model([attention(layer, GRAIN // 64, window=32) for layer in range(32)], gpu=2 * MIB, scratch_rewind=0)
     with Rig(config) as rig:
         producer = rig.start()
@@ -283,8 +283,7 @@ def test_giving_back_capacity_that_is_scratch(smaller: int) -> None:
 
 @pytest.mark.parametrize("drafts", [1, 4, 9])
 def test_drafts_are_never_scratch(drafts: int) -> None:
-    """With max_rewind_len as long as the drafts, what is rejected after a step lies in pages: accept a part, rewind, go on, over
-    and over."""
+    """If max_rewind_len covers the drafts, rejected tokens lie in pages. Accepts a part and rewinds, again and again."""
     layers = [attention(layer, 4 * KIB, window=8) for layer in range(4)]
     with Rig(model(layers, tokens_per_block=4, gpu=2 * MIB, scratch_rewind=drafts + 1)) as rig:
         request = rig.start()
@@ -331,8 +330,8 @@ def test_a_resume_whose_scratch_the_device_refuses_leaves_the_request_suspended(
 
 
 def test_a_fork_that_would_read_what_lies_in_scratch_is_refused() -> None:
-    """In the middle of a long step the history is where its first blocks were written to scratch only. Once it is near the end
-    of the step, a fork has what it reads."""
+    """In the middle of a long step a fork would read blocks that were written only to scratch. Near the end of the step it would
+    not."""
     config = model([attention(0, KIB, window=9)], tokens_per_block=4, gpu=2 * MIB, scratch_rewind=2)
     with Rig(config) as rig:
         request = rig.start()

@@ -28,7 +28,7 @@ def alternating(count: int, *sizes: int, window: int, sink: int) -> list[LayerCo
 
 @pytest.mark.parametrize("own_buffer", [False, True])
 def test_capacity_shrinks_one_by_one_to_the_prompt(own_buffer: bool) -> None:
-    """From 320 tokens back to the 32 of the prompt, one by one: always True, and the blocks go as they empty."""
+    """From 320 tokens back to the 32 of the prompt, one by one: always True, and blocks are removed as they become empty."""
     with Rig(model(alternating(4, 4 * KIB, window=128, sink=48))) as rig:
         request = rig.start()
         if own_buffer:

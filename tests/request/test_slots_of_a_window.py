@@ -1,4 +1,4 @@
-"""A step that needs the slots of its own window's pages, which the tree or other requests go on using."""
+"""A step that needs the slots of pages that leave its own window, while the tree or other requests still use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspend, resume, and calls that must be done whole or not at all."""
+"""Suspend, resume, and calls that are all or nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.support.rig import DISK, HOST, Rig, toks
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
 @pytest.mark.parametrize("host_slots", [0, 1, 2, 3])
 def test_suspend_where_nothing_below_takes_the_pages(host_slots: int, wanted: int) -> None:
-    """A suspended request of all 4 slots, fewer below: another gets what moves down, else False; nothing held is ever dropped."""
+    """A suspended request holds all 4 slots, and the colder level has fewer: another request gets the slots of offloaded pages,
+    else False. No held page is dropped."""
     with Rig(small(4, host_slots=host_slots)) as rig:
         first = rig.start()
         assert first.advance(toks(0, 16))
@@ -33,7 +34,7 @@ def test_suspend_where_nothing_below_takes_the_pages(host_slots: int, wanted: in
 
 @pytest.mark.parametrize("big", [0, 1])
 def test_the_gate_is_per_pool_group(big: int) -> None:
-    """A full pool group is not hidden by an empty one, whichever it is; the refused cache stays SUSPENDED and says why."""
+    """An empty pool group does not hide a full one. The refused cache stays SUSPENDED, and `last_shortage` names the group."""
     layers = [attention(0, MIB + 1, window=32), attention(1, KIB)]
     if big == 1:
         layers = [attention(0, KIB, window=32), attention(1, MIB + 1)]
@@ -84,7 +85,7 @@ def test_close_before_the_first_resume(length: int) -> None:
 
 
 def test_resume_without_a_stream() -> None:
-    """It is refused at resume, not by an abort at suspend; afterwards the cache is as good as before."""
+    """`resume` refuses it, and the cache is unchanged."""
     with Rig(small(8)) as rig:
         cache = rig.create()
         with pytest.raises(LogicError, match="stream"):
@@ -170,7 +171,7 @@ def test_prefetch_to_a_level_that_is_too_small(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_failed_resume_changes_nothing(full: bool) -> None:
-    """Neither the stream nor a page: what failed can be tried again."""
+    """Neither the stream nor a page changes, and the call can be tried again."""
     with Rig(small(4)) as rig:
         request = rig.start()
         assert request.advance(toks(0, 8))
@@ -193,7 +194,7 @@ def test_a_failed_resume_changes_nothing(full: bool) -> None:
 
 
 def test_a_device_that_refuses_to_say_whether_work_is_over_fails_no_call() -> None:
-    """The question is only an optimisation: bookkeeping goes on, and what must be ordered still is."""
+    """The query is only an optimisation: without its answer, calls succeed and work is still ordered."""
     with Rig(small(4, host_slots=4), schedule="random", seed=3) as rig:
         rig.driver.fail("query_event", 1, None)
         request = rig.start()

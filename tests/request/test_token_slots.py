@@ -148,7 +148,7 @@ def test_a_life_cycle_of_ones_own_says_what_it_reads() -> None:
 @pytest.mark.parametrize("kind", ["array", "numpy", "torch"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_buffers_of_the_caller_are_filled(kind: str, wide: bool, capacity: int) -> None:
-    """Slots and prefix sums, of either width; what lies after them stays."""
+    """Slots and prefix sums, of both widths; later entries are unchanged."""
 
     def buffer(length: int) -> Any:
         if kind == "torch":
@@ -208,7 +208,7 @@ def test_slots_beyond_int32_need_64_bits() -> None:
 
 
 def test_a_committed_block_that_was_adopted_has_the_slots_of_its_new_page() -> None:
-    """Slots follow the pages of the request, not those that it had."""
+    """Slots follow the request's present pages."""
     with Rig(small(16), engine=False) as rig:
         first, second = started(rig, [(0, 8), (0, 8)])
         first.commit(toks(0, 8))
