@@ -68,7 +68,7 @@ def given(record: object, field: str) -> object:
 
 def renamed(old: str, new: str, value: _T) -> _T:
     """Return the argument of a parameter passed by its old name, with a DeprecationWarning."""
-    deprecated(f"the parameter {old} is now {new}; the old name goes with the next release")
+    deprecated(f"the parameter {old} is now {new}; the old name will be removed in the next release")
     return value
 
 

@@ -2,7 +2,7 @@
 
 A listener is called after each change, in the order of the changes, while the manager's lock is held. It must not call the manager,
 and should only record the change: compute keys and other costly things later. An exception that it raises is logged, and the change
-goes on.
+is completed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Step:
     def __enter__(self) -> Step:
         if self._phase != _NEW:
             raise LogicError("a step can be begun once; make another one with manager.step()")
-        self._phase = _ENDED  # unless all goes well
+        self._phase = _ENDED  # unless everything below succeeds
         requests = self._requests
         count = len(requests)
         position = batch.resize_step(requests, self._counts, 0, [])

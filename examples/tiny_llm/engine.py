@@ -90,7 +90,7 @@ class Work:
     request: Request
     cache: KVCache
     chunks: list[Chunk]
-    order: list[int]  # by beam: whose pages it goes on from
+    order: list[int]  # by beam: the beam whose pages it continues from
 
 
 class Engine:

@@ -88,7 +88,7 @@ class PagedMemory:
         return PagedView(self, {layer: pages[group] for layer, group in self.group_of.items()}, states)
 
     def reorder(self, beams: Sequence[PagedView], parents: Sequence[int], first_block: int) -> int:
-        """Beam b goes on from what beam parents[b] has: copy its blocks from `first_block` on, and its states. Returns pages."""
+        """Beam b continues from beam parents[b]: copy its blocks from `first_block` on, and its states. Returns pages."""
         moves = [(beams[parent], beams[beam]) for beam, parent in enumerate(parents) if parent != beam]
         copied = 0
         for layer in self.group_of:

@@ -67,7 +67,7 @@ class Line:
         first = self.head
         self.completed += head - first
         self.head = head
-        for index in range(first, head):  # last: an event of which an interrupt comes here is not used again, never used twice
+        for index in range(first, head):  # last: an interrupt here leaves events unused, but never in use twice
             event = self.events[index]
             if event != NO_EVENT:
                 free_events.append(event)

@@ -445,7 +445,7 @@ class Timeline:
         return join
 
     def _sweep(self) -> None:
-        """Remove complete joins. The next sweep comes after as many new ones, so each join costs O(1) amortised."""
+        """Remove complete joins. The next sweep follows after as many new ones, so each join costs O(1) amortised."""
         for number in list(self._joins):
             self._join_done(number)
         if len(self._joins) >= self._most_outstanding:

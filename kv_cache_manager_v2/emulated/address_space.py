@@ -160,7 +160,7 @@ class AddressSpace:
         if found.mapped:
             raise LogicError(f"release_reservation: {format_bytes(found.mapped)} still mapped in {self._name(found)}")
         self._past.append((address, address + nbytes, f"a freed reservation #{found.number}"))
-        del self._reservations[address]  # before the memory goes: an interrupt here leaves addresses unused, but not in two hands
+        del self._reservations[address]  # first: an interrupt here leaves addresses unused, not in use twice
         self._free(found)
 
     def _free(self, reservation: _Reservation) -> None:

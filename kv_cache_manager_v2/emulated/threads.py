@@ -97,7 +97,7 @@ class StreamWorker:
         try:
             return self._turn()
         except Exception:
-            _log.exception("stream %d: its thread met an unexpected error and goes on", self.queue.handle)
+            _log.exception("stream %d: its thread raised an unexpected error and continues", self.queue.handle)
             return True
 
     def _turn(self) -> bool:

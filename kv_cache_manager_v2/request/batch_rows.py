@@ -47,7 +47,7 @@ class BatchRows:
         return row
 
     def remove(self, request: Request) -> None:
-        """Take the row back. The request goes on with rows of its own."""
+        """Free the row. The request then has index rows of its own."""
         row = request.batch_row
         for table in request.main_tables:
             table.row.leave()

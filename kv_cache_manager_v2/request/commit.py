@@ -254,7 +254,7 @@ def _stale_ranges(request: Request, history: int) -> list[tuple[int, int]] | Non
 
 
 def _install_block(request: Request, parent: Block, data: bytes, stale: list[tuple[int, int]] | None, point: Point) -> Block:
-    """Add the request's next full block after `parent`. Returns the block after which the following one goes.
+    """Add the request's next full block after `parent`. Returns the parent of the block after it.
 
     `stale` is the result of `_stale_ranges` at the new history.
     """
