@@ -31,7 +31,7 @@ from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
 NUM_STREAMS: Final = 4  # used in turn by batches, so that one seldom waits for an unrelated one
 # Size of a staging region. Larger slots need several, smaller ones share one. A hanging file read quarantines no more than this.
 # File transfers move whole extents, because each extent has a checksum.
-REGION_BYTES: Final = EXTENT_BYTES
+REGION_BYTES: Final = 4 * EXTENT_BYTES
 # Staging regions of a batch at one time: enough to keep the I/O threads busy, and few enough to stay in the processor's caches.
 MOST_STAGED_COPIES: Final = 4
 # How often a batch of file reads uses the same staging memory: bytes of a read that hangs may overwrite those of later reads.
