@@ -83,6 +83,12 @@ AXES: Final = {
             "full collection": Curve(steps.Collection, {}, 0.0),
         },
     ),
+    "held": Axis(
+        "held",
+        "pages that suspended requests hold, in front of those to evict",
+        [1_000, 10_000, 100_000, 1_000_000],
+        {"evict a page": Curve(places.Evict, {"tiers": 2, "cached": 1_000}, 0.0)},
+    ),
     "requests": Axis(
         "requests",
         "open requests",

@@ -25,10 +25,17 @@ class Evict(Work):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.bench = Bench(setting, setting.cached + 2 * EVICTED)
-        self.free = 0
+        self.bench = Bench(setting, setting.held + setting.cached + 2 * EVICTED)
         self.serial = 0
+        self.held = self.bench.manager.create_kv_cache()
+        if setting.held:
+            assert self.held.resume(self.bench.stream)
+            assert self.held.resize(setting.held * BLOCK)
+            self.held.suspend()
         self._refill()
+        if setting.held:
+            self._grow()[1].close()  # fills the level below with held pages
+            self._refill()
 
     def _refill(self) -> None:
         for _i in range(self.bench.manager.get_storage_statistics()[0].free):
@@ -64,6 +71,7 @@ class Evict(Work):
         return max(difference, 1e-9) / EVICTED  # a time cannot be negative, whatever the machine's other users did
 
     def close(self) -> None:
+        self.held.close()
         self.bench.close()
 
 

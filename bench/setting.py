@@ -49,6 +49,7 @@ class Setting:
     prompt: int = 8192  # tokens of the prompt at work
     requests: int = 1000  # open at once
     cached: int = 0  # blocks of other prompts in the tree
+    held: int = 0  # GPU pages of a suspended request, older than all others
     siblings: int = 10_000  # blocks below one parent
     tokens_as: str = "int32"  # "int32", "list" or "numpy"
     statistics: bool = True  # as the configuration has it by default

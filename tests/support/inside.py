@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any, TypeAlias
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager, ReuseScope, introspection
 from kv_cache_manager_v2.introspection import MatchDepths as Depths
@@ -27,6 +28,7 @@ __all__ = [
     "Counts",
     "Depths",
     "all_counts",
+    "bytecodes_of",
     "calls_of",
     "counts",
     "coverage",
@@ -43,6 +45,9 @@ __all__ = [
     "state_page",
     "tree_blocks",
 ]
+
+
+Tracer: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 
 def depths(manager: KVCacheManager, tokens: Sequence[int | bytes], scope: ReuseScope | None = None) -> Depths:
@@ -81,6 +86,30 @@ def calls_of(work: Callable[[], object]) -> int:
         work()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
+    return count
+
+
+def bytecodes_of(work: Callable[[], object]) -> int:
+    """Bytecodes that the work executes: as `calls_of`, and sees loops without calls too."""
+    count = 0
+    collects = gc.isenabled()
+
+    def note(frame: FrameType, event: str, _argument: object) -> Tracer:
+        nonlocal count
+        if event == "opcode":
+            count += 1
+        else:
+            frame.f_trace_opcodes = True
+        return note
+
+    gc.disable()
+    sys.settrace(note)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
         if collects:
             gc.enable()
     return count
