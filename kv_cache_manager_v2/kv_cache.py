@@ -257,7 +257,8 @@ class KVCache(PageIndexViews):
         Returns False, with nothing changed, if there are too few pages. `last_shortage` then says what is missing: suspend another
         request and try again, or pass a policy that does so. A larger history says that its positions are computed: by this request
         below the old capacity, elsewhere beyond it, as in disaggregated serving. O(1) inside a block, else O(blocks added, removed
-        or leaving a window). Raises LogicError unless ACTIVE, ConfigError for a smaller history or a capacity below the history.
+        or leaving a window). Raises LogicError unless ACTIVE, and where the next step would read what was written to scratch,
+        ConfigError for a smaller history or a capacity below the history.
         """
         state = self._state
         if type(capacity) is int and history_length is None and make_room is None and state.stay_inside_block(capacity):
@@ -447,8 +448,9 @@ class KVCache(PageIndexViews):
         """Make a second, SUSPENDED cache that continues from this one's history, for parallel sampling and tree-of-thought.
 
         Full blocks are shared; a partial last block is copied when the fork first resumes. The fork's capacity is this cache's
-        history. Both caches are closed independently. Raises LogicError if closed or in the middle of a scratch step,
-        OutOfPagesError if there is no slot for the copy of a recurrent state; nothing is changed then.
+        history. Both caches are closed independently. Raises, with nothing changed, LogicError if closed, while tokens committed
+        ahead are not computed, and at a history where a query would read what was written to scratch, OutOfPagesError if there is
+        no slot for the copy of a recurrent state.
         """
         number = request_id(id)
         with self._shared.lock, Call(self._shared, "fork()"):

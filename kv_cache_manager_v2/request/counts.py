@@ -36,17 +36,21 @@ def discard_stats(request: Request) -> None:
 
 
 def end_stats(request: Request) -> None:
-    """Called when a request closes: commit its counts if `commit_stats_on_close` is set; else log the first loss of counts."""
+    """Called when a request closes: commit its counts if `commit_stats_on_close` is set; else log the first loss of counts.
+
+    With statistics off, counts are those that the request asked for, which nothing but its own `commit_pending_stats()` returns.
+    """
     pending = request.pending
     ledger = request.shared.ledger
-    if pending is not None and pending.dirty and ledger.enabled and not request.excluded():
-        if ledger.commit_on_close:
+    if pending is not None and pending.dirty and not request.excluded():
+        if ledger.enabled and ledger.commit_on_close:
             commit_stats(request)
             return
         if not ledger.lost_counts_logged:
             ledger.lost_counts_logged = True
             _log.warning(
                 "a request closed before it committed its statistics, which are lost (logged once per manager); call "
-                "commit_pending_stats() or discard_pending_stats() first, or set commit_stats_on_close=True in KVCacheManagerConfig"
+                "commit_pending_stats() or discard_pending_stats() first%s",
+                ", or set commit_stats_on_close=True in KVCacheManagerConfig" if ledger.enabled else "",
             )
     discard_stats(request)

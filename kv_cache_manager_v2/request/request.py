@@ -248,7 +248,12 @@ class Request:
         return min(end, self.committed) if self.shared.commit_min_snapshot else end
 
     def _scratch_from(self, history: int) -> int:
-        """Compute `scratch_from`: the stale range at (capacity - rewind) must reach beyond the block in which the history ends."""
+        """Compute `scratch_from`: the stale range at (capacity - rewind) must reach beyond the block in which the history ends.
+
+        It is 0 if the next step may read what was written to scratch: `scratch.check_capacity_change` decides that.
+        """
+        if history < self.capacity - self.shared.max_rewind:
+            return 0
         block = -(-history // self.tokens_per_block)
         least = NEVER
         for table in self.main_tables:

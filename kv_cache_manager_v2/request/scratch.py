@@ -72,30 +72,44 @@ def trim(request: Request, of_tables: list[tuple[int, int]], point: Point, reuse
 
 
 def check_capacity_change(request: Request, history: int) -> None:
-    """Raise LogicError if present scratch blocks would need pages: their bytes do not exist any more."""
+    """Raise LogicError if scratch blocks of the present step would need pages, or if the next step would read one.
+
+    Their bytes do not exist any more.
+    """
+    if not request.scratch:
+        return
     least = max(0, request.capacity - request.shared.max_rewind)
     if request.holds_scratch() and not least <= history:
         raise LogicError(
             f"with scratch reuse the capacity can change only once the history has reached {least} (capacity {request.capacity} "
             f"less max_rewind_len {request.shared.max_rewind}); it is {history}; advance it first, or in the same call"
         )
+    if history < least:
+        _check_reads(request, history, "resize()", "a step")
 
 
 def check_fork(request: Request) -> None:
-    """Raise LogicError if a block that the next query at the request's history reads was written to scratch: its bytes are gone.
+    """Raise LogicError if a fork at the request's history would read a block that was written to scratch."""
+    if request.scratch:
+        _check_reads(request, request.history, "fork()", "a fork")
 
-    O(blocks of the history), with scratch reuse only.
+
+def _check_reads(request: Request, history: int, call: str, reader: str) -> None:
+    """Raise LogicError if a query at this history reads a block that was written to scratch: its bytes are gone.
+
+    O(blocks in windows and sinks).
     """
-    if not request.scratch:
-        return
-    blocks = -(-request.history // request.tokens_per_block)
+    blocks = -(-history // request.tokens_per_block)
     for table in request.main_tables:
-        for ordinal in range(blocks):
-            if table.pages[ordinal] is None and table.is_live(ordinal):
+        start, end = table.life_cycle.stale(history)
+        if table.life_cycle.window_size is None:
+            continue
+        for ordinal in [*range(min(start, blocks)), *range(end, min(blocks, len(table.pages)))]:
+            if table.pages[ordinal] is None:
                 least = max(0, request.capacity - request.shared.max_rewind)
                 raise LogicError(
-                    f"fork(): block {ordinal} of layer group {table.index} was written to scratch, and a fork at history "
-                    f"{request.history} would read it: advance the history to {least} or beyond first (capacity {request.capacity} "
+                    f"{call}: block {ordinal} of layer group {table.index} was written to scratch, and {reader} at history "
+                    f"{history} would read it: advance the history to {least} or beyond first (capacity {request.capacity} "
                     f"less max_rewind_len {request.shared.max_rewind})"
                 )
 
@@ -115,6 +129,8 @@ def switch(request: Request, on: bool) -> None:
         return
     if on and not shared.scratch:
         raise ConfigError("enable_swa_scratch_reuse: the manager was configured without it; set swa_scratch_reuse in its config")
+    if not on and request.history < request.capacity - shared.max_rewind:
+        _check_reads(request, request.history, "enable_swa_scratch_reuse=False", "a step")
     for table in request.tables:
         start, end = table.life_cycle.scratch(request.history, request.capacity, shared.max_rewind)
         if end > start:

@@ -356,3 +356,32 @@ def test_a_fork_that_would_read_what_lies_in_scratch_is_refused() -> None:
         twin.write(toks(129, 132))
         twin.check()
         request.check()
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+@pytest.mark.parametrize("step", [31, 32])
+def test_a_step_that_would_read_what_lies_in_scratch_is_refused(step: int, suspends: bool) -> None:
+    """More than max_rewind_len tokens of a step were rejected. Nothing changes, also by a suspension in between; near the end of
+    the step the request goes on as if nothing had been."""
+    config = model([attention(0, KIB, window=9), attention(1, KIB)], tokens_per_block=4, gpu=2 * MIB, scratch_rewind=2)
+    with Rig(config, "random", 1) as rig:
+        request = rig.start()
+        cache = request.cache
+        assert cache.resize(step, 0)
+        request.write(toks(0, step))
+        for history in (15, step - 5):
+            cache.history_length = history
+            if suspends:
+                request.suspend()
+                assert request.resume()
+            for capacity in (step - 1, step + 1, step + 5):
+                before = (cache.capacity, cache.history_length, span(request), rig.indices(cache))
+                with pytest.raises(LogicError, match=rf"history has reached {step - 2}|a step at history {history} would read it"):
+                    cache.resize(capacity)
+                assert before == (cache.capacity, cache.history_length, span(request), rig.indices(cache))
+        with pytest.raises(LogicError, match="a step at history"):
+            cache.enable_swa_scratch_reuse = False
+        cache.history_length = step - 2
+        request.tokens = toks(0, step - 2)
+        assert request.advance(toks(100, 106), commit=False)
+        request.check()

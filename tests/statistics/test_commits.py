@@ -30,9 +30,25 @@ def test_counts_lost_at_a_close_are_said_once(caplog: pytest.LogCaptureFixture) 
         assert "commit_stats_on_close=True" in line
 
 
+def test_counts_of_a_request_are_lost_without_the_managers_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Statistics of the manager are off, and the request has asked for its own: only its commit returns them."""
+    with rig_of(blocks(8, stats=False)) as rig:
+        kept = open_cache(rig, request_stats=True)
+        assert kept.resize(8)
+        assert kept.commit_pending_stats().alloc_total_blocks == 2
+        kept.close()
+        assert lines(caplog) == []
+        for _ in range(2):
+            cache = open_cache(rig, request_stats=True)
+            assert cache.resize(8)
+            cache.close()
+        [line] = lines(caplog)
+        assert "commit_stats_on_close" not in line, "there is nothing to commit to"
+
+
 @pytest.mark.parametrize("end", ["commit_pending_stats", "discard_pending_stats"])
 def test_counts_that_an_engine_dealt_with_are_not_lost(caplog: pytest.LogCaptureFixture, end: str) -> None:
-    """Nothing is said of requests that committed or discarded, counted nothing, are dummies, or of a manager without statistics."""
+    """Nothing is said of requests that committed or discarded, counted nothing, are dummies, or of a request without statistics."""
     with rig_of(blocks(8)) as rig:
         cache = open_cache(rig)
         assert cache.resize(8)
@@ -44,7 +60,7 @@ def test_counts_that_an_engine_dealt_with_are_not_lost(caplog: pytest.LogCapture
         assert dummy.resize(8)
         dummy.close()
     with rig_of(blocks(8, stats=False)) as rig:
-        cache = open_cache(rig, request_stats=True)
+        cache = open_cache(rig)
         assert cache.resize(8)
         cache.close()
     assert lines(caplog) == []
