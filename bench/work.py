@@ -1,8 +1,8 @@
-"""A measurement: preparation, a stretch on the clock that does some units of work, and cleaning up.
+"""A measurement: preparation, a timed run of some units of work, and cleaning up.
 
 Rule: only `run` is timed. The collector is off while the clock runs, unless the work is about the collector. The clock is the
-thread's processor time: this work never waits, so on a quiet machine that is the time that passes, and on a busy one it is not the
-others'.
+thread's processor time. The work never waits, so this equals elapsed time on a quiet machine, and excludes other processes on a
+busy one.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Schedule(TransferScheduler):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop for good; a transfer that hangs is ended as failed."""
+        """Stop. It cannot be started again; a transfer that hangs ends as failed."""
 
 
 class CooperativeSchedule(Schedule):

@@ -74,7 +74,7 @@ def share_use(request: Request, twin: Request) -> None:
 
 
 def end_use(request: Request) -> None:
-    """The request ends: it counts on nothing any more."""
+    """End a request's use of uncomputed blocks."""
     for publication in request.counts_on:
         number = publication.users.index(request)
         del publication.users[number]

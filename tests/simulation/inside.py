@@ -1,6 +1,6 @@
-"""What lies inside the manager, read and never changed: the tree's blocks with their pages, the bytes of a page on any tier.
+"""Reads the internal state of a manager, and never changes it: the tree's blocks with their pages, and slots on all tiers.
 
-Rule: this is the only file here that looks behind the public face.
+Rule: this is the only file here that uses more than the public interface.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[Token, ...]
 
 
 class Inside:
-    """A manager's rooms."""
+    """The internal structures of one manager."""
 
     def __init__(self, manager: KVCacheManager, driver: EmulatedDriver) -> None:
         self.driver = driver
@@ -45,8 +45,8 @@ class Inside:
     # --- room, counted page by page
 
     def fits(self, need: Sequence[int], load: Sequence[Page]) -> bool:
-        """Whether need[g] slots of each pool group and a place for every page of `load` can be had on the GPU: droppable pages can
-        go anywhere, even away, held ones only where there is room below, and a page that comes up leaves its slot to others."""
+        """Whether the GPU can have need[g] free slots of each pool group and all pages of `load`: droppable pages can be moved or
+        dropped, held ones need a slot on a colder level, and a loaded page frees its slot."""
         mine = {id(page) for page in load}
         hierarchy = self.hierarchy
         for group in range(hierarchy.num_groups):
@@ -90,8 +90,8 @@ def longest_match(
     partial: bool,
     backoff: int,
 ) -> int:
-    """The definition of a match, tried length by length over all blocks: n tokens are reusable when some path begins with them and
-    every block that is not stale at n has, for each life cycle, a page for its share; a snapshot is good at exactly n."""
+    """The definition of a match, tried length by length over all blocks. n tokens are reusable if some path begins with them and
+    every block that is not stale at n has a page of each life cycle that covers its tokens. A snapshot must be at exactly n."""
     known = {path: block for data, path, block in blocks if data == scope}
     wanted = tuple(prompt)
     longest = 0
