@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +232,24 @@ def test_a_dropped_cache_is_closed_by_the_next_call() -> None:
             rig.create().close()
         assert rig.manager.num_open_caches == 0
         assert rig.counts().free == 8
+
+
+def test_a_dropped_cache_that_the_device_does_not_let_close_is_closed_by_a_later_call(tmp_path: Path) -> None:
+    """The load of its pages cannot be polled: the call that notices it succeeds, and the next one closes it."""
+    with Rig(small(4, host_slots=4, disk=(str(tmp_path), 8)), engine=False) as rig:
+        for first in (0, 100, 200):
+            rig.seed(toks(first, first + 16), chunk=4)
+        cache = rig.manager.create_kv_cache(None, toks(0, 16))
+        hanging = rig.driver.hang("read_file")
+        assert cache.resume(rig.stream)
+        del cache
+        rig.driver.fail("poll_gate")
+        other = rig.create()
+        assert rig.manager.num_open_caches == 2
+        with pytest.warns(ResourceWarning):
+            other.close()
+        assert rig.manager.num_open_caches == 0
+        hanging.open()
 
 
 def test_a_dropped_manager_gives_everything_back() -> None:

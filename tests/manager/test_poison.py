@@ -30,9 +30,11 @@ from kv_cache_manager_v2 import (
     resize_batch,
     take_poison,
 )
+from kv_cache_manager_v2.request import call as call_module
 from kv_cache_manager_v2.request.call import Call
 from tests.manager.test_any_exception import Scene, scene_of
 from tests.support.drivers import Strange
+from tests.support.interrupts import interpreted
 from tests.support.models import GRAIN
 from tests.support.rig import GPU, toks
 
@@ -122,6 +124,7 @@ def test_every_call_names_the_first_cause(scene: Scene) -> None:
     assert manager.poison_reason() == reason
     manager.shutdown()
     assert not scene.leaks()
+    assert (active.status, active.num_blocks) == (CacheStatus.CLOSED, 0)
     active.close()
 
 
@@ -269,6 +272,22 @@ def test_an_interrupt_of_the_audit_leaves_it_to_the_next_call(scene: Scene) -> N
     with pytest.raises(CorruptedError, match=r"suspend\(\) was left by an exception"):
         scene.active.resize(20)
     manager.shutdown()
+
+
+@interpreted
+def test_without_memory_for_the_audit_the_next_call_audits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the audit has run, every call is refused."""
+    scene.manager.shared.running = "suspend()"
+
+    def no_memory(shared: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call_module, "check_everything", no_memory)
+        with pytest.raises(OutOfMemoryError, match="not enough memory for the audit"):
+            scene.manager.create_kv_cache()
+    scene.manager.create_kv_cache().close()
+    scene.finish()
 
 
 def test_a_call_that_was_cut_short_without_damage_is_no_poison(scene: Scene) -> None:

@@ -248,14 +248,20 @@ def test_the_longest_dropped_block_that_the_prompt_holds_is_named() -> None:
 
 
 def test_the_history_counts_the_lengths_of_what_it_keeps() -> None:
-    """The oldest drops leave it, and the latest drop of a block takes the place of the one before."""
+    """The oldest drops leave it, and the latest drop of a block replaces the one before."""
     asked = Asked(4, FULL, limit=2)
-    for tokens in (toks(0, 1), toks(10, 12), toks(10, 12), toks(20, 23)):
-        asked.cache.store(tokens)
-        asked.cache.lose(asked.cache.tree.all_blocks()[0])
+
+    def drop(*dropped: list[Token]) -> None:
+        for tokens in dropped:
+            asked.cache.store(tokens)
+            asked.cache.lose(asked.cache.tree.all_blocks()[0])
+
+    drop(toks(0, 1), toks(10, 12), toks(10, 12), toks(20, 23))
     assert len(asked.history) == 2
     assert asked.history.lengths(16) == [8, 12]
     assert asked.history.lengths(11) == [8]
+    drop(toks(30, 32), toks(40, 42), toks(50, 53), toks(60, 63))
+    assert asked.history.lengths(16) == [12]
 
 
 @pytest.mark.parametrize("size", [64, 512])

@@ -58,6 +58,13 @@ class TestOnePage:
         assert not held.alive()
         assert rig.counts(0) == (3, 0, 0)
 
+    def test_a_held_page_becomes_the_youngest_when_its_request_ends(self, new_rig: NewRig) -> None:
+        rig = new_rig([[3], [3]])
+        first, second = rig.cached(), rig.cached()
+        rig.hierarchy.hold(first)
+        rig.hierarchy.release_youngest(first)
+        assert rig.order(0) == [second, first]
+
     def test_discard_counts_a_drop_and_ignores_what_is_gone_or_needed(self, new_rig: NewRig) -> None:
         rig = new_rig([[3], [3]])
         cached, locked = rig.cached(), rig.new()

@@ -65,6 +65,16 @@ def test_full_tiers_exchange_more_pages_than_there_are_swap_slots(new_rig: NewRi
         rig.expect(page, i)
 
 
+def test_an_exchange_for_which_a_page_is_dropped_needs_no_swap_slot(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [2]], "gh")
+    loaded, dropped, *moved = rig.held(0), rig.cached(1), rig.held(2), rig.held(3)
+    cells = len(rig.hierarchy.all_cells())
+    assert rig.hierarchy.acquire([1], [loaded]) is None
+    assert [page.level for page in (loaded, *moved)] == [0, 1, 1]
+    assert not dropped.alive()
+    assert len(rig.hierarchy.all_cells()) == cells, "memory for swap slots was allocated"
+
+
 @pytest.mark.parametrize("effect", ["error", "short"])
 @pytest.mark.parametrize("tiers", ["gd", "ghd"])
 def test_failed_read_loses_its_page_only(new_rig: NewRig, tiers: str, effect: str) -> None:
