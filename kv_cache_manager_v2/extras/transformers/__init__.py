@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from kv_cache_manager_v2.extras.transformers.cache import PagedCache
+from kv_cache_manager_v2.extras.transformers.continuous_batching import ContinuousBatching, install_continuous_batching
 from kv_cache_manager_v2.extras.transformers.store import PagedStore
 
-__all__ = ["PagedCache", "PagedStore"]
+__all__ = ["ContinuousBatching", "PagedCache", "PagedStore", "install_continuous_batching"]

@@ -119,7 +119,7 @@ class PagedCache(Cache):
         if self.is_closed:
             return
         try:
-            self._forget_failed_pass()
+            self.current_pass = None
             if self._unsettled is not None or any(row.pending for row in self.rows):
                 with suppress(OutOfPagesError):
                     self.resume()
@@ -144,7 +144,7 @@ class PagedCache(Cache):
         self._require_open("a forward pass")
         if input_ids.dim() != 2 or len(input_ids) != len(self.rows):
             raise ConfigError(f"input_ids has shape {tuple(input_ids.shape)}; this cache has {len(self.rows)} rows")
-        self._forget_failed_pass()
+        self.current_pass = None
         self.resume()
         self._settle()
         begin, end = self.length, self.length + input_ids.shape[1]
@@ -169,11 +169,6 @@ class PagedCache(Cache):
         if not self._record_past:
             self._settle()
 
-    def _forget_failed_pass(self) -> None:
-        if self.current_pass is not None:
-            self.current_pass = None
-            self._set_length(self.length)
-
     def _settle(self) -> None:
         """Commit what the last pass has computed, or only count it as history."""
         done, self._unsettled = self._unsettled, None
@@ -187,12 +182,6 @@ class PagedCache(Cache):
         else:
             lengths = [max(0, self.length - row.pad) for row in self.rows]
             resize_batch(kvs, [kv.capacity for kv in kvs], lengths)
-
-    def _set_length(self, length: int) -> None:
-        self.length = length
-        for layer in self.layers:
-            if isinstance(layer, PagedAttentionLayer):
-                layer.length = length
 
     # --- what generation asks of a cache
 
@@ -219,7 +208,7 @@ class PagedCache(Cache):
         length = self.length - count
         for row in self.rows:
             del row.pending[max(0, length - row.pad) - row.kv.num_committed_tokens :]
-        self._set_length(length)
+        self.length = length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on from row `beam_idx[i]`."""
@@ -235,7 +224,7 @@ class PagedCache(Cache):
         Raises OutOfPagesError, with nothing changed, if there is no room for the copies of recurrent states.
         """
         self._require_open("batch_select_indices()")
-        self._forget_failed_pass()
+        self.current_pass = None
         parents: list[int] = indices.tolist()
         if parents == list(range(len(self.rows))):
             return
@@ -264,9 +253,8 @@ class PagedCache(Cache):
         raise LogicError("reset() of a paged cache: close it and open another one")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that are computed."""
-        layer = self.layers[layer_idx]
-        return layer.length if isinstance(layer, PagedAttentionLayer) else self.length
+        """Columns that are computed: those before the pass, until it has ended well."""
+        return self.length
 
     @property
     def is_croppable(self) -> bool:

@@ -96,12 +96,11 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.sliding_window = buffers.plan.window
         self.is_sliding = self.sliding_window is not None
         self.is_initialized = True
-        self.length = cache.length  # during a pass, that before the pass until `update`
 
     @property
     def first_read(self) -> int:
         """The first column that the next query reads."""
-        return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
+        return 0 if self.sliding_window is None else max(0, self.cache.length - self.sliding_window + 1)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
 
@@ -110,26 +109,24 @@ class PagedAttentionLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values, and return all that the queries of the pass read."""
         current = self.cache.current_pass
-        end = self.length + key_states.shape[-2]
-        if current is None or (current.begin, current.end) != (self.length, end):
+        columns = key_states.shape[-2]
+        if current is None or current.end - current.begin != columns:
             raise LogicError(
-                f"a layer got columns {self.length} to {end} outside of a forward pass of its store's model: "
+                f"a layer got {columns} columns outside of a forward pass of its store's model: "
                 "call the model that the store was made for, not a part of it"
             )
-        first = self.first_read
-        self.length = end
         current.write(self.key_buffer, key_states)
         current.write(self.value_buffer, value_states)
-        return current.read(self.key_buffer, first), current.read(self.value_buffer, first)
+        return current.read(self.key_buffer, self.first_read), current.read(self.value_buffer, self.first_read)
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.cache.length
 
     def get_max_length(self) -> int:
         return -1 if self.sliding_window is None else self.sliding_window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length - self.first_read, self.first_read
+        return self.cache.length + query_length - self.first_read, self.first_read
 
 
 class PagedStateLayer(LinearAttentionLayer):

@@ -1,61 +1,26 @@
-"""The keys, values and states of one transformers model, in one manager."""
+"""The cache of one transformers model, for `generate` and for loops of one's own."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
 
-from kv_cache_manager_v2.config import (
-    BatchDesc,
-    CacheTierConfig,
-    DiskCacheTierConfig,
-    GpuCacheTierConfig,
-    HostCacheTierConfig,
-    KVCacheDesc,
-    KVCacheManagerConfig,
-)
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.errors import ConfigError, OutOfPagesError
-from kv_cache_manager_v2.extras.cuda import CudaDriver
 from kv_cache_manager_v2.extras.transformers.cache import PagedCache
-from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, layer_configs, learn_layers, uses_states
-from kv_cache_manager_v2.ids import Stream
+from kv_cache_manager_v2.extras.transformers.model_layers import learn_layers, uses_states
+from kv_cache_manager_v2.extras.transformers.model_pages import Configure, Disk, ModelPages
 from kv_cache_manager_v2.kv_cache import KVCache
-from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.suspension import SuspendCheapest
 
 _log: Final = logging.getLogger(__name__)
-
-Disk: TypeAlias = tuple[str, int]  # an existing directory, and bytes in it
-Configure: TypeAlias = Callable[[KVCacheManagerConfig], KVCacheManagerConfig]
-
-
-def make_tiers(gpu_bytes: int, host_bytes: int, disk: Disk | None) -> list[CacheTierConfig]:
-    """The memory of a manager, warm to cold. Bytes of 0 and None leave a tier out."""
-    tiers: list[CacheTierConfig] = [GpuCacheTierConfig(gpu_bytes)]
-    if host_bytes:
-        tiers.append(HostCacheTierConfig(host_bytes))
-    if disk is not None:
-        tiers.append(DiskCacheTierConfig(disk[1], disk[0]))
-    return tiers
-
-
-def driver_of(device: torch.device) -> Driver:
-    """A driver of the device on which a model is: a GPU, or for a model on the CPU the emulated device."""
-    if device.type == "cpu":
-        return EmulatedDriver()
-    if device.type == "cuda":
-        return CudaDriver(device.index or 0)
-    raise ConfigError(f"the model is on {device}; pages can be on a CUDA device, or with a model on the CPU on the emulated device")
 
 
 class SuspendIdle(SuspendCheapest):
@@ -71,7 +36,7 @@ class SuspendIdle(SuspendCheapest):
         return super().make_room(asking, shortage, ())
 
 
-class PagedStore:
+class PagedStore(ModelPages):
     """The cache of one model: pages on the GPU, in host memory and on disk, which sequences with a common prefix share.
 
     `gpu_bytes`, `host_bytes` and `disk`, a directory and bytes in it, are the memory of the pages. What each layer keeps is learnt
@@ -95,10 +60,9 @@ class PagedStore:
         configure: Configure | None = None,
         driver: Driver | None = None,
     ) -> None:
-        self.model: Final = model
-        self.snapshot_every: Final = snapshot_every
         plans = learn_layers(model)
-        self.is_recurrent: Final = any(plan.states for plan in plans)
+        super().__init__(model, plans, gpu_bytes, host_bytes, disk, tokens_per_block, configure, driver)
+        self.snapshot_every: Final = snapshot_every
         self.has_attention: Final = any(plan.attention for plan in plans)
         self.one_by_one: Final = self.is_recurrent and not uses_states(model, plans)  # tokens after a prefix must be passed so
         if self.one_by_one:
@@ -107,37 +71,12 @@ class PagedStore:
                 "pass tokens one by one, as generate() of the store does",
                 type(model).__name__,
             )
-        config = KVCacheManagerConfig(
-            tokens_per_block,
-            make_tiers(gpu_bytes, host_bytes, disk),
-            layer_configs(plans, tokens_per_block),
-            max_util_for_resume=1.0,
-            typical_step=BatchDesc([KVCacheDesc(2048, 0)] + 3 * [KVCacheDesc(2048, 2047)]),
-            commit_min_snapshot=self.is_recurrent,
-            commit_stats_on_close=True,
-        )
-        self._own_driver: Final = driver is None
-        self.driver: Final[Driver] = driver_of(model.device) if driver is None else driver
-        self.manager: Final = KVCacheManager(config if configure is None else configure(config), driver=self.driver)
-        self.buffers: Final = [LayerBuffers(self.manager, plan) for plan in plans]
-        self._stream: Final = self.driver.create_stream() if model.device.type == "cpu" else None
         self.caches: Final[list[PagedCache]] = []  # those that are open
         self._policy: Final = SuspendIdle(self)
         self._hooks: Final = [
             model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             model.register_forward_hook(self._after_pass, with_kwargs=True),
         ]
-
-    def __enter__(self) -> PagedStore:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def stream(self) -> Stream:
-        """The stream that the model computes on."""
-        return Stream(torch.cuda.current_stream(self.model.device).cuda_stream) if self._stream is None else self._stream
 
     def open(
         self,
@@ -201,13 +140,7 @@ class PagedStore:
             hook.remove()
         for cache in list(self.caches):
             cache.close()
-        self.buffers.clear()
-        self.driver.synchronize()
-        self.manager.shutdown()
-        if self._stream is not None:
-            self.driver.destroy_stream(self._stream)
-        if self._own_driver:
-            self.driver.close()
+        super().close()
 
     # --- what caches ask
 

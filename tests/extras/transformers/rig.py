@@ -20,7 +20,7 @@ class Pair:
 
     def __init__(self, store: PagedStore, prompt: torch.Tensor, own: DynamicCache | None = None) -> None:
         self.model = store.model
-        self.paged = store.open(prompt)
+        self.paged = store.open(prompt, reuse=own is not None)
         self.own = DynamicCache(config=self.model.config) if own is None else own
         assert self.paged.get_seq_length() == self.own.get_seq_length(), "another prefix was found"
 
@@ -50,11 +50,15 @@ def compute(model: PreTrainedModel, ids: torch.Tensor, cache: PagedCache | Dynam
 
 @contextmanager
 def open_store(
-    model: PreTrainedModel, schedule: str = "eager", disk: tuple[str, int] | None = None, gpu_bytes: int = MIB
+    model: PreTrainedModel,
+    schedule: str = "eager",
+    disk: tuple[str, int] | None = None,
+    gpu_bytes: int = MIB,
+    host_bytes: int = MIB,
 ) -> Iterator[PagedStore]:
     """A store with little memory, by default the least that it can have on the GPU. At the end its structures are checked."""
     driver = EmulatedDriver(schedule, seed=3)
-    with PagedStore(model, gpu_bytes=gpu_bytes, host_bytes=MIB, disk=disk, tokens_per_block=32, driver=driver) as store:
+    with PagedStore(model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, disk=disk, tokens_per_block=32, driver=driver) as store:
         yield store
         for cache in list(store.caches):
             cache.close()

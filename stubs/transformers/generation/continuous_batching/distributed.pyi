@@ -1,0 +1,2 @@
+class DistributedHelper:
+    tp_size: int
