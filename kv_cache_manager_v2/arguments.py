@@ -85,11 +85,16 @@ def deprecated(message: str) -> None:
 # --- numbers
 
 
+def is_bool(value: object) -> bool:
+    """Whether the value is a truth value: Python's or numpy's, which converts to a float, and before numpy 2.3 to an int."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
 def whole(value: object, name: str) -> int:
     """The value as a plain int. Raises ConfigError for anything that is not an integer."""
     if type(value) is int:
         return value
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+    if isinstance(value, SupportsIndex) and not is_bool(value):
         try:
             return operator.index(value)
         except TypeError:  # an array of several, or something that only claims to be an integer
@@ -123,7 +128,7 @@ def real(value: object, name: str) -> float:
         return value
     if type(value) is int and abs(value) < WORD_LIMIT:  # testing for the protocol takes some microseconds
         return float(value)
-    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+    if isinstance(value, SupportsFloat) and not is_bool(value):
         try:
             return float(value)
         except OverflowError:
@@ -191,7 +196,7 @@ def request_id(value: object, name: str = "id") -> object:
     """An engine's id of a request, as the package keeps it: an int, a str, an OpaqueId, or None for none."""
     if value is None or type(value) is int or type(value) is str:
         return value
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+    if isinstance(value, SupportsIndex) and not is_bool(value):
         try:
             return operator.index(value)
         except TypeError:

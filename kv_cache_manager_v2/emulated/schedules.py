@@ -112,7 +112,11 @@ class CooperativeSchedule(Schedule):
                 transfer.submitted = True
             else:
                 transfer.submitted = True
-                self.ready.append(transfer)
+                try:
+                    self.ready.append(transfer)
+                except MemoryError:
+                    transfer.submitted = False
+                    raise
 
     def changed(self) -> None:
         with self.lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import index
 from typing import Final, SupportsIndex
 
-from kv_cache_manager_v2.arguments import at_least, whole, wholes
+from kv_cache_manager_v2.arguments import at_least, is_bool, whole, wholes
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError, LogicError
 from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
@@ -219,6 +219,6 @@ def _name_request(error: KVCacheError, request: Request, position: int) -> None:
 
 def _scalar(item: object) -> int | None:
     """The value of a numpy or torch scalar; None for a sequence of tokens."""
-    if isinstance(item, (list, tuple, bool)) or not isinstance(item, SupportsIndex) or getattr(item, "ndim", 0) != 0:
+    if isinstance(item, (list, tuple)) or is_bool(item) or not isinstance(item, SupportsIndex) or getattr(item, "ndim", 0) != 0:
         return None
     return index(item)

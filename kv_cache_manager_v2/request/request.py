@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, SupportsIndex, cast
 from librt.strings import BytesWriter, write_i32_le
 from mypy_extensions import i32
 
+from kv_cache_manager_v2.arguments import is_bool
 from kv_cache_manager_v2.errors import LogicError, PageDataLostError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, TOKEN_ID_LIMIT, Point, Stream
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
@@ -479,7 +480,7 @@ class Request:
             shared.calling_out = False
         if (self.committed, self.history, self.capacity) != before:
             raise LogicError("the priority callback changed its cache; it must only return a priority")
-        if isinstance(answer, bool) or not isinstance(answer, SupportsIndex):
+        if is_bool(answer) or not isinstance(answer, SupportsIndex):
             raise LogicError(f"the priority callback returned {answer!r}; it must be an integer in {PRIORITY_MIN}..{PRIORITY_MAX}")
         priority = index(answer)
         if not PRIORITY_MIN <= priority <= PRIORITY_MAX:

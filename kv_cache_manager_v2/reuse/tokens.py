@@ -21,7 +21,7 @@ from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import IntBuffer, at_least, given, octets, shown, text
+from kv_cache_manager_v2.arguments import IntBuffer, at_least, given, is_bool, octets, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 
@@ -227,7 +227,7 @@ def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
     num_tokens = len(items)
     if num_tokens <= _SHORT:
         for position in range(num_tokens):
-            if isinstance(items[position], bool):
+            if type(items[position]) is not int and is_bool(items[position]):
                 raise _bool_error(items, position)
     try:
         data = struct.pack(f"<{num_tokens}I", *items)
@@ -247,13 +247,15 @@ def _check_for_bools(items: list[Any], data: bytes) -> None:
     """
     lowest = data[::TOKEN_BYTES]
     if (lowest.count(0) + lowest.count(1)) * _MANY > len(items):
-        if bool in map(type, items):
-            raise _bool_error(items, [type(item) for item in items].index(bool))
+        if set(map(type, items)) - {int}:
+            for position in range(len(items)):
+                if is_bool(items[position]):
+                    raise _bool_error(items, position)
         return
     for value in (b"\0", b"\1"):
         position = lowest.find(value)
         while position >= 0:
-            if isinstance(items[position], bool):
+            if is_bool(items[position]):
                 raise _bool_error(items, position)
             position = lowest.find(value, position + 1)
 
@@ -270,10 +272,10 @@ def _pack_mixed(items: list[Any], text_only: bool) -> TokenSequence:
     beg = 0
     for position in range(len(items)):
         item = items[position]
-        if isinstance(item, int):
-            if isinstance(item, bool):
-                raise _bool_error(items, position)
+        if type(item) is int:
             continue
+        if is_bool(item):
+            raise _bool_error(items, position)
         digest = _digest_of(item, position)
         if digest is None:
             continue  # another integer type, or an error that `_pack_run` reports

@@ -34,9 +34,9 @@ def test_numpy_integers_are_lengths_and_ids() -> None:
             cache.close()
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan"), np.float64(2), True, "3", b"3", [3]])
+@pytest.mark.parametrize("value", [1.0, float("nan"), np.float64(2), True, np.True_, "3", b"3", [3]])
 def test_other_types_are_refused_with_the_value(value: Any) -> None:
-    """A float is no length, not even one that is whole; nothing changes."""
+    """A float is no length, not even one that is whole, and a bool neither; nothing changes."""
     with Rig(small(16), engine=False) as rig:
         cache = rig.open()
         assert cache.resize(4)

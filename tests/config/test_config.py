@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kv_cache_manager_v2 import EmulatedDriver, KVCacheManager
@@ -183,7 +184,7 @@ def test_good_override() -> None:
     assert config.layers[0].buffers[0].expansion(128) == 2
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1, math.nan, math.inf, -math.inf, True, "0.9"])
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1, math.nan, math.inf, -math.inf, True, np.True_, "0.9"])
 def test_bad_max_util(value: float) -> None:
     """A threshold outside (0, 1] is refused with the field's name; it is also a ValueError and an AssertionError."""
     with pytest.raises(ConfigError, match="max_util_for_resume"):
