@@ -94,6 +94,7 @@ def _check_publications(shared: ManagerState) -> None:
         for used in request.counts_on:
             assert request in used.users, "a request counts on a publication that does not know it"
     assert {id(block) for block in shared.publications} == set(expected)
+    assert {id(block) for block in shared.tree.added_ahead} <= set(expected)
     for block in shared.tree.all_blocks():
         assert block.uncomputed == (id(block) in expected), "a block is uncomputed, and no open request computes it"
 

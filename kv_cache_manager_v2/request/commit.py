@@ -164,10 +164,9 @@ def _install_ahead(request: Request, published: Publication, parent: Block, data
         request.path.append(tree.detached_block(len(request.path), data))
         return parent
     block, outcome = tree.insert(parent, data, request.tokens_per_block)
-    if outcome == BLOCK_NEW:
-        if request.loads is not None:
-            request.loads.add(tree, block)
-        publication.add(request, published, block)
+    if outcome == BLOCK_NEW and request.loads is not None:
+        request.loads.add(tree, block)
+    publication.add(request, published, block, outcome == BLOCK_NEW)
     request.path.append(block)
     return block
 

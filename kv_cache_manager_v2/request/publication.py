@@ -3,6 +3,9 @@
 The publisher's history says what is computed: a step is queued before the history covers its tokens. An uncomputed block matches
 as a whole, and nothing is copied from it. A request that matched it resumes on the publisher's stream only, so that its work runs
 after the step. It counts on the publisher: if that ends first, the blocks leave the tree, and requests that matched them are lost.
+
+A cached block may lack pages, such as those of a window. The publisher adds its own to it; the block is uncomputed then, but only
+requests that use the added pages count on the publisher.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from kv_cache_manager_v2.request.pending_loads import name_of
 from kv_cache_manager_v2.request.request import CLOSED, Request
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import first_tokens
+from kv_cache_manager_v2.storage.page import Page
 
 _log: Final = logging.getLogger(__name__)
 
@@ -27,7 +31,8 @@ class Publication:
     def __init__(self, stream: Stream, first: int) -> None:
         self.stream = stream  # on which the step that computes them is queued
         self.first = first  # ordinal of the publisher's first uncomputed block
-        self.blocks: list[Block] = []  # those that the publisher added to the tree, in path order
+        self.blocks: list[Block] = []  # those that the publisher added to the tree, or to which it added pages, in path order
+        self.used = False  # whether a request has ever counted on it
         self.users: list[Request] = []
         self.needs: list[int] = []  # by user: the blocks before this ordinal have to be computed
 
@@ -56,13 +61,22 @@ def begin_use(request: Request, blocks: list[Block]) -> None:
         return
     for ordinal, block in enumerate(blocks):
         publication = publications.get(block)
-        if publication is None:
+        if publication is None or not _uses_uncomputed(request, block, ordinal):
             continue
         if publication not in request.counts_on:
             request.counts_on.append(publication)
+            publication.used = True
             publication.users.append(request)
             publication.needs.append(0)
         publication.needs[publication.users.index(request)] = ordinal + 1
+
+
+def _uses_uncomputed(request: Request, block: Block, ordinal: int) -> bool:
+    """Whether a request holds an uncomputed page of an uncomputed block."""
+    added = request.shared.tree.added_ahead.get(block, -1)
+    if added < 0:
+        return True
+    return any(added & 1 << table.index and table.pages[ordinal] is not None for table in request.main_tables)
 
 
 def share_use(request: Request, twin: Request) -> None:
@@ -101,18 +115,28 @@ def check_settled(request: Request, call: str) -> None:
         )
 
 
-def add(request: Request, publication: Publication, block: Block) -> None:
-    """Add a new block of the request's path, with its pages, to the tree's uncomputed ones."""
-    tree = request.shared.tree
-    tree.set_uncomputed(block, True)
+def add(request: Request, publication: Publication, block: Block, is_new: bool) -> None:
+    """Add the pages that a block of the request's path lacks, all those of a new one, as uncomputed ones."""
+    shared = request.shared
+    if not is_new and (block.num_pending_loads > 0 or request.loads is not None or block in shared.publications):
+        return
+    pages = _missing_pages(request, block)
+    if is_new or pages:
+        shared.tree.install_ahead(block, pages, is_new)
+        publication.blocks.append(block)
+        shared.publications[block] = publication
+
+
+def _missing_pages(request: Request, block: Block) -> list[Page]:
+    """The request's own pages for a block that has none in their life cycle, or one for fewer tokens."""
     pages = []
     for table in request.main_tables:
         page = table.pages[block.ordinal]
         if page is not None and page.owner is None and not page.lost:
-            pages.append(page)
-    tree.install_all(block, pages, block.num_tokens)
-    publication.blocks.append(block)
-    request.shared.publications[block] = publication
+            present = block.page(table.index)
+            if present is None or present.coverage < block.num_tokens:
+                pages.append(page)
+    return pages
 
 
 def computes(request: Request, history: int) -> bool:
@@ -135,17 +159,17 @@ def set_computed(request: Request, history: int, point: Point) -> None:
         block = request.path[ordinal]
         own = shared.publications.get(block) is publication
         for table in request.main_tables:
-            _set_page_computed(request, table, block, history, point, own)
+            _set_page_computed(request, table, block, history, point)
         if own:
             del shared.publications[block]
-            shared.tree.set_uncomputed(block, False)
+            shared.tree.set_computed(block)
     publication.blocks = [block for block in publication.blocks if block in shared.publications]
     publication.release_users(max(publication.first, end))
     if history >= request.committed:
         request.published = None
 
 
-def _set_page_computed(request: Request, table: BlockTable, block: Block, history: int, point: Point, own: bool) -> None:
+def _set_page_computed(request: Request, table: BlockTable, block: Block, history: int, point: Point) -> None:
     """Record that a page of an uncomputed block is computed. A page that the block does not list is installed, or a duplicate."""
     page = table.pages[block.ordinal]
     if page is None:
@@ -153,7 +177,7 @@ def _set_page_computed(request: Request, table: BlockTable, block: Block, histor
     shared = request.shared
     shared.hierarchy.merge_ready(page, point)
     start, stale_end = table.life_cycle.stale(history)
-    if own or page.owner is not None or page.lost or request.loads is not None or start <= block.ordinal < stale_end:
+    if page.owner is not None or page.lost or request.loads is not None or start <= block.ordinal < stale_end:
         return  # a page that leaves its window may be in use for another block already
     if not shared.tree.install(block, page, block.num_tokens):
         shared.tree.add_duplicate(block, page)
@@ -180,8 +204,7 @@ def take_back(request: Request) -> None:
             user.counts_on.remove(publication)
         for block in publication.blocks:
             del shared.publications[block]
-            if block.attached:
-                tree.remove(block)
+            _take_back_block(request, block, publication.used)
         for table in request.main_tables:
             for ordinal in range(keep, len(request.path)):
                 page = table.pages[ordinal]
@@ -197,6 +220,24 @@ def take_back(request: Request) -> None:
     request.tail.truncate(0)
     request.tail.write(first_tokens(tail, rest))
     request.committed = request.history
+
+
+def _take_back_block(request: Request, block: Block, used: bool) -> None:
+    """Remove an uncomputed block, or only its pages that were added ahead.
+
+    If other requests have used such pages, what they have committed after the block goes with it.
+    """
+    tree = request.shared.tree
+    added = tree.added_ahead.get(block, -1)
+    if added < 0 or used:
+        if block.attached:
+            tree.remove(block)
+        return
+    for table in request.main_tables:
+        page = table.pages[block.ordinal]
+        if page is not None and page.owner is block and added & 1 << table.index:
+            tree.drop_page(page)
+    tree.set_computed(block)
 
 
 def _lose(user: Request, publisher: Request) -> None:

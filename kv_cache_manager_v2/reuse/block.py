@@ -14,7 +14,7 @@ from kv_cache_manager_v2.listener import CachedBlock
 from kv_cache_manager_v2.reuse import sibling_trie
 from kv_cache_manager_v2.reuse.keys import ReuseScope
 from kv_cache_manager_v2.reuse.sibling_trie import Leaf, TrieNode
-from kv_cache_manager_v2.reuse.tokens import unpack
+from kv_cache_manager_v2.reuse.tokens import count_tokens, unpack
 from kv_cache_manager_v2.storage.page import Page
 
 if TYPE_CHECKING:
@@ -174,6 +174,29 @@ class Block(Leaf):
             page.next_in_block = None
             page = following
         return taken
+
+    # --- checks
+
+    def check_children(self) -> None:
+        """Assert that the block is in the tree, and that its children are in order and know it."""
+        assert self.attached
+        if self.children is not None:
+            sibling_trie.check(self.children)
+            for child in self.child_blocks():
+                assert child.parent is self
+                assert child.ordinal == self.ordinal + 1
+
+    def check_pages(self, life_cycles: int) -> None:
+        """Assert that the pages are listed by life cycle, and belong to this block, whose tokens are counted."""
+        assert self.num_tokens == count_tokens(self.tokens) > 0
+        page = self.first
+        below = -1
+        while page is not None:
+            assert below < page.life_cycle < life_cycles, "the pages of a block are listed by life cycle"
+            assert page.owner is self, "a listed page has another owner"
+            assert 0 < page.coverage <= self.num_tokens, (page.coverage, self.num_tokens)
+            below = page.life_cycle
+            page = page.next_in_block
 
 
 @mypyc_attr(acyclic=True)

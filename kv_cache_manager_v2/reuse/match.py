@@ -130,6 +130,7 @@ class _Search:
         self.partial_end: Block | None = None  # without it, a partial block after the path that the prompt ends with
         self.good_from: list[int] = []  # by windowed life cycle: blocks from here to the candidate's end have their page
         self.whole_only = False  # whether a match may end at the ends of blocks only
+        self.computed_only = False  # whether uncomputed pages count as missing
         self.before = -1  # a match may not end inside a block that is born at this time or later; -1: any
         self.found: Block | None = None  # last block of the accepted candidate, if the candidate ends inside it
 
@@ -245,8 +246,11 @@ class _Search:
         """End the path before the first block that the limits exclude."""
         mark = -1 if limits.published_before is None else limits.published_before
         self.before = mark
+        self.computed_only = limits.computed_only
         for ordinal, block in enumerate(self.path):
-            if (limits.computed_only and block.uncomputed) or (0 <= mark <= block.born):
+            needed = self.tree.path_mask(ordinal)
+            lacking = limits.computed_only and block.uncomputed and self.tree.computed(block) & needed != needed
+            if lacking or (0 <= mark <= block.born):
                 del self.path[ordinal:]
                 self.length = ordinal * self.tree.tokens_per_block
                 self.whole = min(self.whole, ordinal)
@@ -313,6 +317,8 @@ class _Search:
         path = self.path
         bit = 1 << life_cycle.index
         while good_from > beg and path[good_from - 1].covered & bit:
+            if self.computed_only and not self.tree.computed(path[good_from - 1]) & bit:
+                break
             good_from -= 1
         self.good_from[i] = good_from
         return good_from <= beg

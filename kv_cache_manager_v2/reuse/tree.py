@@ -20,7 +20,6 @@ from kv_cache_manager_v2.reuse.block import Block, RootBlock, as_block, subtree
 from kv_cache_manager_v2.reuse.key_index import KeyIndex
 from kv_cache_manager_v2.reuse.keys import BlockKeys, ReuseScope
 from kv_cache_manager_v2.reuse.sibling_trie import TrieNode
-from kv_cache_manager_v2.reuse.tokens import count_tokens
 from kv_cache_manager_v2.storage.page import Page, PageKeeper
 
 # What `RadixTree.insert` did.
@@ -69,9 +68,8 @@ class RadixTree:
         self.path_masks: list[int] = [self._path_mask_at(ordinal) for ordinal in range(num_sinks)]
         self.path_mask_past_sinks = self._path_mask_at(NEVER)
         self._roots: dict[bytes, RootBlock] = {}  # by scope bytes
-        self.duplicates: dict[
-            Block, list[Page]
-        ] = {}  # pages with the bytes of a block's page, private to requests that do not adopt
+        self.duplicates: dict[Block, list[Page]] = {}  # with the bytes of a block's page, of requests that do not adopt
+        self.added_ahead: dict[Block, int] = {}  # uncomputed blocks that had other pages before: bit set of the uncomputed ones
         self._index: KeyIndex | None = None  # made by the first look-up by key, then kept up to date
 
     def _path_mask_at(self, ordinal: int) -> int:
@@ -272,7 +270,7 @@ class RadixTree:
         if self.life_cycles[page.life_cycle].loss_ends_path(block.ordinal):
             self.remove(block)
             return
-        if self.listener is not None:
+        if self.listener is not None and not self._is_uncomputed(block, page):
             self.listener.page_removed(block, page.life_cycle)
         self._recount(block)
         self._prune(block)
@@ -312,8 +310,7 @@ class RadixTree:
                 block.put_page(page)
                 self.keeper.adopt(page, block, block.num_tokens)
                 self._recount(block)
-                waits = block.num_pending_loads > 0 or block.uncomputed
-                if self.listener is not None and not waits and page.level != lost.level:
+                if self.listener is not None and self._is_reported(block, page) and page.level != lost.level:
                     self.listener.page_moved(block, page.life_cycle, lost.level, page.level)
                 return True
         return False
@@ -338,20 +335,33 @@ class RadixTree:
         assert block.num_pending_loads > 0, "show without hide"
         block.num_pending_loads -= 1
         self._recount(block)
-        if block.attached:
-            self._notify_all_stored(block)
+        self._notify_all_stored(block, -1)
 
-    def set_uncomputed(self, block: Block, uncomputed: bool) -> None:
-        """Record whether a block is published ahead: then it matches as a whole only, and its pages are reported afterwards."""
-        block.uncomputed = uncomputed
+    def install_ahead(self, block: Block, pages: list[Page], is_new: bool) -> None:
+        """As `install_all`, for pages that are not computed yet. Until `set_computed` they are not reported, and nothing is copied
+        from the block: it matches as a whole only. The other pages of a block that is not new are computed.
+        """
+        if not is_new:
+            self.added_ahead[block] = sum([1 << page.life_cycle for page in pages])
+        block.uncomputed = True
+        self.install_all(block, pages, block.num_tokens)
+
+    def set_computed(self, block: Block) -> None:
+        """Record that all pages of a block are computed, and report those that were not."""
+        added = self.added_ahead.pop(block, -1)
+        block.uncomputed = False
         self._recount(block)
-        if not uncomputed and block.attached:
-            self._notify_all_stored(block)
+        self._notify_all_stored(block, added)
 
-    def _notify_all_stored(self, block: Block) -> None:
-        page = block.first
+    def computed(self, block: Block) -> int:
+        """Bit set of the life cycles whose page covers all tokens of the block, and is computed."""
+        return block.covered & ~self.added_ahead.get(block, -1) if block.uncomputed else block.covered
+
+    def _notify_all_stored(self, block: Block, life_cycles: int) -> None:
+        page = block.first if block.attached else None
         while page is not None:
-            self._notify_stored(block, page)
+            if life_cycles & 1 << page.life_cycle:
+                self._notify_stored(block, page)
             page = page.next_in_block
 
     # -- inside --------------------------------------------------------------------------------------------------------------
@@ -425,9 +435,15 @@ class RadixTree:
 
     def _notify_stored(self, block: Block, page: Page) -> None:
         """Report a page that can match. Pages of a block that waits for loads or for its computation are reported after that."""
-        if self.listener is not None and block.num_pending_loads == 0 and not block.uncomputed:
+        if self.listener is not None and self._is_reported(block, page):
             covers = self.life_cycles[page.life_cycle].usable_tokens(page.coverage, block.num_tokens) >= block.num_tokens
             self.listener.page_stored(block, page.life_cycle, page.level, page.priority, covers)
+
+    def _is_reported(self, block: Block, page: Page) -> bool:
+        return block.num_pending_loads == 0 and not self._is_uncomputed(block, page)
+
+    def _is_uncomputed(self, block: Block, page: Page) -> bool:
+        return block.uncomputed and bool(self.added_ahead.get(block, -1) & 1 << page.life_cycle)
 
     def _notify_removed(self, block: Block) -> None:
         """Called before the block is detached: computing its key needs the parent."""
@@ -444,6 +460,8 @@ class RadixTree:
         self.version += 1
         if self.duplicates:
             self.duplicates.pop(block, None)
+        if self.added_ahead:
+            self.added_ahead.pop(block, None)
 
     def _unlist_all(self, pages: list[Page]) -> None:
         for page in pages:
@@ -463,37 +481,20 @@ class RadixTree:
         blocks = self.all_blocks()
         assert self.num_blocks == len(blocks), (self.num_blocks, len(blocks))
         for root in self._roots.values():
-            assert root.attached
             assert root.parent is None
             assert self._roots[root.scope.data] is root
-            self._check_children(root)
+            root.check_children()
         for block in blocks:
-            assert block.attached
-            assert block.num_tokens == count_tokens(block.tokens) > 0
             assert block.children is None or block.num_tokens == self.tokens_per_block, "a partial block has children"
-            self._check_children(block)
-            self._check_pages(block)
+            block.check_children()
+            block.check_pages(len(self.life_cycles))
+            before = (block.covered, block.reach, block.ends)
+            self._recount(block)
+            assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"
         if self._index is not None:
             self._index.check(blocks)
         for block in self.duplicates:
             assert block.attached, "a block with duplicates has left the tree"
-
-    def _check_children(self, block: Block) -> None:
-        if block.children is not None:
-            sibling_trie.check(block.children)
-            for child in block.child_blocks():
-                assert child.parent is block
-                assert child.ordinal == block.ordinal + 1
-
-    def _check_pages(self, block: Block) -> None:
-        page = block.first
-        below = -1
-        while page is not None:
-            assert below < page.life_cycle < len(self.life_cycles), "the pages of a block are listed by life cycle"
-            assert page.owner is block, "a listed page has another owner"
-            assert 0 < page.coverage <= block.num_tokens, (page.coverage, block.num_tokens)
-            below = page.life_cycle
-            page = page.next_in_block
-        before = (block.covered, block.reach, block.ends)
-        self._recount(block)
-        assert before == (block.covered, block.reach, block.ends), "the summary of the block's pages is out of date"
+        for block, added in self.added_ahead.items():
+            assert block.uncomputed, "a block has pages added ahead, and counts as computed"
+            assert block.covered & added == added, "a block has lost a page that was added ahead"
