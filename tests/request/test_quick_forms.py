@@ -52,6 +52,24 @@ def test_a_committed_token_gives_scratch_back(form: str) -> None:
         assert len(after.slot_ids) == len(first.slot_ids) - 1
 
 
+@pytest.mark.parametrize("form", [list, tuple])
+def test_a_commit_releases_a_page_that_was_held_until_it(form: type) -> None:
+    """The history is computed before any token is committed: pages outside the window are held until their block is committed."""
+    with Rig(small(8, kinds=[(4, 0)])) as rig:
+        cache = rig.open()
+        assert cache.resize(12)
+        assert cache.resize(12, 12)
+        for token in range(8):
+            assert rig.counts().unavailable == 3 - token // 4
+            cache.commit(form([token]))
+        assert rig.counts().unavailable == 1
+
+
+def test_an_empty_batch_is_done() -> None:
+    assert resize_batch([], []) == 0
+    commit_batch([], [])
+
+
 def test_an_error_of_a_batch_says_whose_it_is() -> None:
     """Earlier requests are done; the one that failed and later ones are unchanged."""
     with Rig(small(16), engine=False) as rig:

@@ -198,3 +198,12 @@ class TestTakeOverAndCopies:
         rig.hierarchy.copy_into(source, destination, rig.stream)
         rig.expect(destination, 1)
         assert rig.counters.moved[0][0][0] == 1
+        rig.hierarchy.in_flight.lose(source)
+        rig.hierarchy.copy_into(source, destination, rig.stream)
+        assert destination.lost, "a copy has the bytes of its source"
+
+
+@pytest.mark.parametrize(("slots", "mebibytes"), [(1, 4), (8, 8), (80, 64)])
+def test_the_staging_ring_is_as_large_as_the_gpu_within_bounds(new_rig: NewRig, slots: int, mebibytes: int) -> None:
+    rig = new_rig([[slots], [16]], "gd", ((1 << 20,),))
+    assert rig.hierarchy.ring.largest == mebibytes << 20
