@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -100,9 +99,7 @@ class PagedCache(Cache):
     def resume(self) -> None:
         """Bring the pages to the GPU, at the cost of idle caches. A forward pass does so itself. Raises OutOfPagesError."""
         self._require_open("resume()")
-        for row in self.rows:
-            if not row.kv.is_active:
-                self.store.obtain(self, row.kv, partial(row.kv.resume, self.store.stream))
+        self.store.resume(self)
 
     def suspend(self) -> None:
         """Let other caches have the pages, between forward passes. The store does so itself if pages are short."""
@@ -150,7 +147,7 @@ class PagedCache(Cache):
         begin, end = self.length, self.length + input_ids.shape[1]
         pads = [row.pad for row in self.rows]
         counts = [max(0, end - row.pad) - row.kv.history_length for row in self.rows]
-        step = self.store.begin_step(self, [row.kv for row in self.rows], counts)
+        step = self.store.begin_step(self, counts)
         self.current_pass = ForwardPass(step, begin, end, pads, input_ids.device)
         for layer in self._state_layers:
             layer.load(self.current_pass)

@@ -75,16 +75,6 @@ class LayerPlan:
     window: int | None = None  # tokens that a query sees, itself included; None: all
     states: tuple[StatePlan, ...] = ()
 
-    @property
-    def attention_id(self) -> LayerId:
-        """The manager's id of the layer's attention."""
-        return LayerId(2 * self.index)
-
-    @property
-    def state_id(self) -> LayerId:
-        """The manager's id of the layer's recurrence."""
-        return LayerId(2 * self.index + 1)
-
 
 def learn_layers(model: PreTrainedModel) -> list[LayerPlan]:
     """Pass one token through the model, and read what each layer keeps of it.
@@ -151,11 +141,13 @@ def layer_configs(plans: Sequence[LayerPlan], tokens_per_block: int) -> list[Lay
     """The layers as the manager's configuration takes them."""
     configs: list[LayerConfig] = []
     for plan in plans:
-        if plan.attention:
-            buffers = [BufferConfig(buffer.role, tokens_per_block * buffer.nbytes()) for buffer in plan.attention]
-            configs.append(AttentionLayerConfig(plan.attention_id, buffers, plan.window))
-        if plan.states:
-            configs.append(SsmLayerConfig(plan.state_id, [BufferConfig(state.role, state.nbytes()) for state in plan.states]))
+        layer = LayerId(plan.index)
+        buffers = [BufferConfig(buffer.role, tokens_per_block * buffer.nbytes()) for buffer in plan.attention]
+        states = [BufferConfig(state.role, state.nbytes()) for state in plan.states]
+        if buffers:
+            configs.append(AttentionLayerConfig(layer, buffers, plan.window, states=states))
+        elif states:
+            configs.append(SsmLayerConfig(layer, states))
     return configs
 
 
@@ -165,7 +157,7 @@ class Buffer:
     def __init__(self, manager: KVCacheManager, layer: LayerId, plan: BufferPlan, tokens_per_block: int | None) -> None:
         self.plan: Final = plan
         self.converter: Final[PageIndexConverter] = manager.get_page_index_converter(layer, plan.role)
-        self.addressing: Final[Addressing] = (manager.get_layer_group_id(layer), self.converter.scale)
+        self.addressing: Final[Addressing] = (manager.get_layer_group_id(layer, plan.role), self.converter.scale)
         if tokens_per_block is None:  # a state: (pages, *shape)
             self.memory = pool_tensor(manager, layer, plan.role, plan.dtype, plan.shape)
         else:  # (tokens of all pages, heads, head_dim)
@@ -179,5 +171,6 @@ class LayerBuffers:
     def __init__(self, manager: KVCacheManager, plan: LayerPlan) -> None:
         size = manager.tokens_per_block
         self.plan: Final = plan
-        self.attention: Final = [Buffer(manager, plan.attention_id, buffer, size) for buffer in plan.attention]
-        self.states: Final = [(state, Buffer(manager, plan.state_id, state, None)) for state in plan.states]
+        layer = LayerId(plan.index)
+        self.attention: Final = [Buffer(manager, layer, buffer, size) for buffer in plan.attention]
+        self.states: Final = [(state, Buffer(manager, layer, state, None)) for state in plan.states]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -24,7 +24,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 class SuspendIdle(SuspendCheapest):
-    """Suspends open caches other than the one whose forward pass begins: those whose pages are cheapest to bring back."""
+    """Suspends open caches other than the one whose forward pass begins: those whose pages are cheapest to bring back.
+
+    If none can be suspended, it waits for file transfers that keep slots.
+    """
 
     def __init__(self, store: PagedStore) -> None:
         super().__init__()
@@ -33,7 +36,11 @@ class SuspendIdle(SuspendCheapest):
 
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
         self.also = [row.kv for cache in self.store.caches if cache is not self.asking for row in cache.rows]
-        return super().make_room(asking, shortage, ())
+        if super().make_room(asking, shortage, ()):
+            return True
+        if shortage.in_transfer > 0:
+            self.store.driver.synchronize()
+        return shortage.in_transfer > 0
 
 
 class PagedStore(ModelPages):
@@ -148,34 +155,28 @@ class PagedStore(ModelPages):
         """Whether a pass of `new` tokens up to this length is committed. With recurrent layers each commit copies a state."""
         return not self.is_recurrent or new > 1 or (self.snapshot_every > 0 and length % self.snapshot_every == 0)
 
-    def obtain(self, cache: PagedCache, kv: KVCache, call: Callable[[], bool]) -> None:
-        """Repeat a call until it has its pages, while idle caches can give some. Raises OutOfPagesError."""
+    def resume(self, cache: PagedCache) -> None:
+        """Bring the pages of a cache to the GPU. Raises OutOfPagesError."""
         self._policy.asking = cache
-        while not call():
-            self._wait_or_suspend(kv, ask=True)
+        for row in cache.rows:
+            if not row.kv.is_active and not row.kv.resume(self.stream, make_room=self._policy):
+                raise self._shortage_of(row.kv)
 
-    def begin_step(self, cache: PagedCache, kvs: Sequence[KVCache], counts: Sequence[int]) -> Step:
+    def begin_step(self, cache: PagedCache, counts: Sequence[int]) -> Step:
         """A step with pages for all rows of a cache, which the host may touch at once. Raises OutOfPagesError."""
         self._policy.asking = cache
-        while True:
-            step = self.manager.step(kvs, counts, make_room=self._policy)
-            step.__enter__()
-            if not step.short:
-                self.driver.order(self.stream)
-                return step
-            self._wait_or_suspend(step.short[0], ask=False)
+        step = self.manager.step([row.kv for row in cache.rows], counts, make_room=self._policy)
+        step.__enter__()
+        if step.short:
+            raise self._shortage_of(step.short[0])
+        self.driver.order(self.stream)
+        return step
 
-    def _wait_or_suspend(self, kv: KVCache, ask: bool) -> None:
-        shortage = kv.last_shortage
-        assert shortage is not None
-        if ask and not shortage.permanent and self._policy.make_room(kv, shortage, ()):
-            return
-        if shortage.in_transfer == 0 or shortage.permanent:
-            raise OutOfPagesError(
-                f"no pages for a forward pass: {shortage}; {len(self.caches)} caches are open: "
-                "close some, or give the store more memory"
-            )
-        self.driver.synchronize()  # file transfers in flight keep slots
+    def _shortage_of(self, kv: KVCache) -> OutOfPagesError:
+        return OutOfPagesError(
+            f"no pages for a forward pass: {kv.last_shortage}; {len(self.caches)} caches are open: "
+            "close some, or give the store more memory"
+        )
 
     # --- the hooks
 
@@ -201,10 +202,13 @@ class PagedStore(ModelPages):
         return value if isinstance(value, int) else None
 
     def _prefill(self, cache: PagedCache, input_ids: torch.Tensor, chunk: int) -> None:
-        """Compute prompts of one length up to the last block boundary before their end: equal prompts find a state there."""
-        stop = (input_ids.shape[1] - 1) // self.manager.tokens_per_block * self.manager.tokens_per_block
+        """Compute prompts of one length up to where equal prompts need a state. The last token is left."""
+        end = input_ids.shape[1]
+        stop = cache.rows[0].kv.prefill_end(end)
         if self.one_by_one:
-            stop, chunk = (input_ids.shape[1] - 1, 1) if cache.length else (0, 0)
+            stop, chunk = (end - 1 if cache.length else 0), 1
+        elif stop == end:  # there is a state already
+            stop = 0
         with torch.no_grad():
             while cache.length < stop:
                 self.model(input_ids=input_ids[:, cache.length : min(stop, cache.length + chunk)], cache=cache)
