@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from kv_cache_manager_v2.build import COMPILED, VERSION
-from kv_cache_manager_v2.cli import replay
+from kv_cache_manager_v2.cli import plan, replay
 from kv_cache_manager_v2.cli.contents import TokenRangeError
 from kv_cache_manager_v2.cli.streams import OutputError, drop_output, fill_closed_streams, flush_output, tell
 from kv_cache_manager_v2.cli.traces import TraceError
@@ -37,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvcm {VERSION} ({'compiled' if COMPILED else 'interpreted'})")
     tools = parser.add_subparsers(title="tools", dest="tool", metavar="TOOL", required=True)
     replay.add_parser(tools)
+    plan.add_parser(tools)
     return parser
 
 

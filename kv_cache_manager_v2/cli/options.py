@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 from typing import Final
 
 from kv_cache_manager_v2 import CacheTier
 from kv_cache_manager_v2.cli.capacity import TierBlocks, blocks_of_gib
 from kv_cache_manager_v2.cli.layers import DEFAULT_SINKS, DEFAULT_WINDOW, PRESETS, Layers, make_layers
+from kv_cache_manager_v2.cli.pictures import FORMATS
 from kv_cache_manager_v2.cli.streams import tell
 from kv_cache_manager_v2.cli.trace_lines import AUTO, CSV, MOONCAKE
 from kv_cache_manager_v2.cli.traces import Trace, read_trace
@@ -139,6 +142,17 @@ def check_tiers(options: argparse.Namespace) -> None:
             parser.error(f"--{name}-blocks: more than {MAX_BLOCKS} blocks")
 
 
+def check_plot(options: argparse.Namespace) -> None:
+    """Check the name of a picture; an error ends the program with a message."""
+    parser: argparse.ArgumentParser = options.parser
+    if options.plot is None:
+        return
+    if Path(options.plot).suffix.lower() not in FORMATS:
+        parser.error(f"--plot {options.plot}: the name must end with {', '.join(FORMATS)}")
+    if options.output is not None and os.path.realpath(options.plot) == os.path.realpath(options.output):
+        parser.error(f"--plot {options.plot}: this is the file of --output; name another one")
+
+
 def check_gib(options: argparse.Namespace, option: str, gib: float) -> int:
     """The whole blocks in so many GiB. Fewer than one, or too many, end the program with a message."""
     parser: argparse.ArgumentParser = options.parser
@@ -171,6 +185,11 @@ def positive(text: str) -> int:
     return value
 
 
+def numbers(text: str) -> list[float]:
+    """Parse positive finite numbers with commas between them, for argparse."""
+    return [positive_number(part) for part in text.split(",")]
+
+
 def natural(text: str) -> int:
     """Parse an integer of at least 0, for argparse."""
     value = _integer(text)
@@ -182,7 +201,7 @@ def natural(text: str) -> int:
 def positive_number(text: str) -> float:
     """Parse a positive finite number, for argparse."""
     value = number(text)
-    if value <= 0:
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive size")
     return value
 
@@ -194,7 +213,7 @@ def number(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a positive size")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not finite")
     return value
 
 

@@ -50,10 +50,7 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "trace_block_size": trace.block_size,
         "trace_taken_for": trace.description,
         "tokens_per_block": settings.tokens_per_block,
-        "layers": settings.layers.preset,
-        "window": settings.layers.window,
-        "sinks": settings.layers.sinks,
-        "snapshot_every": settings.layers.snapshot_every,
+        **layers_of(settings.layers),
         "blocks": dict(zip(names, capacity.num_blocks, strict=True)),
         "pages": dict(zip(names, capacity.num_pages, strict=True)),
         "concurrency": settings.concurrency,
@@ -62,8 +59,7 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "seed": settings.seed,
         "requests": len(totals),
         "skipped_requests": len(outcome.skipped),
-        "bad_lines": len(trace.bad_lines),
-        "bad_line_reasons": [{"line": bad.number, "reason": bad.reason} for bad in trace.bad_lines[:REPORTED_BAD_LINES]],
+        **bad_lines_of(trace),
         "whole": hit_summary(hits, totals),
         "last_half": hit_summary(hits[half:], totals[half:]),
         "hit_tokens_by_tier": dict(zip(names, outcome.hit_tokens_by_level, strict=True)),
@@ -88,6 +84,17 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
     return report
 
 
+def layers_of(layers: Layers) -> dict[str, Any]:
+    """The preset and its options, as keys of a report."""
+    return {"layers": layers.preset, "window": layers.window, "sinks": layers.sinks, "snapshot_every": layers.snapshot_every}
+
+
+def bad_lines_of(trace: Trace) -> dict[str, Any]:
+    """The skipped lines of the trace, as keys of a report."""
+    reasons = [{"line": bad.number, "reason": bad.reason} for bad in trace.bad_lines[:REPORTED_BAD_LINES]]
+    return {"bad_lines": len(trace.bad_lines), "bad_line_reasons": reasons}
+
+
 def to_json(report: dict[str, Any]) -> str:
     """The report as indented JSON text."""
     return json.dumps(report, indent=2) + "\n"
@@ -98,39 +105,37 @@ def to_table(report: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [
         ("trace", str(report["trace"])),
         ("trace taken for", str(report["trace_taken_for"])),
-        ("tokens per block", _number(report["tokens_per_block"])),
-        ("layers", _layers(report)),
-        ("blocks", ", ".join(f"{name} {_number(count)}" for name, count in report["blocks"].items())),
-        ("requests open at once", _number(report["concurrency"])),
+        ("tokens per block", number(report["tokens_per_block"])),
+        ("layers", layers_text(report)),
+        ("blocks", ", ".join(f"{name} {number(count)}" for name, count in report["blocks"].items())),
+        ("requests open at once", number(report["concurrency"])),
         ("", ""),
-        ("requests", _number(report["requests"])),
-        ("requests that cannot fit", _number(report["skipped_requests"])),
-        ("malformed lines skipped", _number(report["bad_lines"])),
+        ("requests", number(report["requests"])),
+        ("requests that cannot fit", number(report["skipped_requests"])),
+        ("malformed lines skipped", number(report["bad_lines"])),
         *[(f"  line {bad['line']}", bad["reason"]) for bad in report["bad_line_reasons"]],
         ("", ""),
         ("hit tokens, whole trace", _hits(report["whole"])),
         ("hit tokens, last half of requests", _hits(report["last_half"])),
-        *[(f"  found on {name}", _number(count)) for name, count in report["hit_tokens_by_tier"].items()],
+        *[(f"  found on {name}", number(count)) for name, count in report["hit_tokens_by_tier"].items()],
         *[
-            (f"  pages of {kind} layers, on {name}", _number(count))
+            (f"  pages of {kind} layers, on {name}", number(count))
             for kind, row in report["hits_by_life_cycle"].items()
             for name, count in row.items()
         ],
-        ("prompt tokens computed", _number(report["computed_tokens"])),
+        ("prompt tokens computed", number(report["computed_tokens"])),
     ]
     if report["decode"]:
-        rows.append(("tokens generated", _number(report["generated_tokens"])))
+        rows.append(("tokens generated", number(report["generated_tokens"])))
     rows.append(("", ""))
     for source, row in report["pages_moved"].items():
-        rows += [
-            (f"pages moved {source} to {target}", _number(count)) for target, count in row.items() if count or source != target
-        ]
-    rows += [(f"pages dropped from {name}", _number(count)) for name, count in report["pages_dropped_by_tier"].items()]
-    rows += [("suspensions", _number(report["suspensions"])), ("restarts", _number(report["restarts"]))]
+        rows += [(f"pages moved {source} to {target}", number(count)) for target, count in row.items() if count or source != target]
+    rows += [(f"pages dropped from {name}", number(count)) for name, count in report["pages_dropped_by_tier"].items()]
+    rows += [("suspensions", number(report["suspensions"])), ("restarts", number(report["restarts"]))]
     if report["verify"]:
         rows += [
-            ("pages checked", _number(report["pages_checked"])),
-            ("pages with wrong contents", _number(report["page_mismatches"])),
+            ("pages checked", number(report["pages_checked"])),
+            ("pages with wrong contents", number(report["page_mismatches"])),
         ]
         rows += [("", example) for example in report["page_mismatch_examples"]]
     rows += [
@@ -139,25 +144,30 @@ def to_table(report: dict[str, Any]) -> str:
         ("requests per second", f"{report['requests_per_second']:,.0f}"),
         ("build", str(report["build"])),
     ]
+    return to_columns(rows)
+
+
+def to_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Labels and values in two columns."""
     width = max(len(label) for label, _value in rows)
     return "".join(f"{label:<{width}}  {value}".rstrip() + "\n" for label, value in rows)
 
 
-def _layers(report: dict[str, Any]) -> str:
+def layers_text(report: dict[str, Any]) -> str:
     """The preset and its options."""
     text: str = report["layers"]
     if report["window"] is not None:
-        text += f", window of {_number(report['window'])} tokens"
+        text += f", window of {number(report['window'])} tokens"
         if report["sinks"]:
-            text += f" and {_number(report['sinks'])} sinks"
+            text += f" and {number(report['sinks'])} sinks"
     if report["snapshot_every"] is not None:
-        text += f", snapshot every {_number(report['snapshot_every'])} tokens"
+        text += f", snapshot every {number(report['snapshot_every'])} tokens"
     return text
 
 
-def _number(value: int) -> str:
+def number(value: int) -> str:
     return f"{value:,}"
 
 
 def _hits(summary: dict[str, Any]) -> str:
-    return f"{_number(summary['hit_tokens'])} of {_number(summary['total_tokens'])} ({100 * summary['hit_ratio']:.2f} %)"
+    return f"{number(summary['hit_tokens'])} of {number(summary['total_tokens'])} ({100 * summary['hit_ratio']:.2f} %)"

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TextIO
+from typing import BinaryIO, Final
 
 STANDARD: Final = (0, 1, 2)
 
@@ -64,15 +64,16 @@ def drop_output() -> None:
 
 
 class ReportOutput:
-    """The output of the report: a file, or standard output for None. A context manager around the work.
+    """The output of a report or a picture: a file, or standard output for None. A context manager around the work.
 
-    Raises OutputError on entry if it cannot be written, or is the trace. A new file is removed again if no report was written.
+    Raises OutputError on entry if it cannot be written, or is the trace. A new file is removed again if nothing was written.
     """
 
-    def __init__(self, path: str | None, trace: str) -> None:
+    def __init__(self, path: str | None, trace: str, option: str = "--output") -> None:
         self._path = path
         self._trace = trace
-        self._file: TextIO | None = None
+        self._option = option  # that names the file
+        self._file: BinaryIO | None = None
         self._is_new = False
         self._written = False
 
@@ -84,15 +85,15 @@ class ReportOutput:
             return self
         self._is_new = not os.path.lexists(path)
         if self._is_trace(path):
-            raise OutputError(f"--output {path}: this is the trace; name another file")
+            raise OutputError(f"{self._option} {path}: this is the trace; name another file")
         if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
             if os.path.isdir(path) or not os.access(path, os.W_OK):
-                raise OutputError(f"--output {path}: cannot be written")
+                raise OutputError(f"{self._option} {path}: cannot be written")
             return self  # opening a pipe or a device now could block until there is a reader
         try:
-            self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")
+            self._file = Path(path).open("ab")
         except OSError as error:
-            raise OutputError(f"--output {path}: {error.strerror or error}") from error
+            raise OutputError(f"{self._option} {path}: {error.strerror or error}") from error
         return self
 
     def _is_trace(self, path: str) -> bool:
@@ -105,20 +106,30 @@ class ReportOutput:
 
     def write(self, text: str) -> None:
         """Write the report. Raises OutputError, and BrokenPipeError if the reader of standard output has gone."""
+        if self._path is not None:
+            self.write_bytes(text.encode(errors="backslashreplace"))
+            return
         try:
-            if self._path is None:
-                _write_to_standard_output(text)
-            elif self._file is None:
-                Path(self._path).write_text(text, encoding="utf-8", errors="backslashreplace")
+            _write_to_standard_output(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"standard output: {error.strerror or error}") from error
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the file. Raises OutputError, and BrokenPipeError if it is a pipe whose reader has gone."""
+        assert self._path is not None
+        try:
+            if self._file is None:
+                Path(self._path).write_bytes(data)
             else:
                 self._file.truncate(0)
-                self._file.write(text)
+                self._file.write(data)
                 self._file.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
-            where = "standard output" if self._path is None else f"--output {self._path}"
-            raise OutputError(f"{where}: {error.strerror or error}") from error
+            raise OutputError(f"{self._option} {self._path}: {error.strerror or error}") from error
         self._written = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

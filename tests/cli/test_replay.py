@@ -212,7 +212,7 @@ def test_bad_lines_stop_the_replay_or_are_reported(tmp_path: Path, capsys: pytes
         (["replay", "x", "--gpu-blocks", "0"], "0 is not at least 1"),
         (["replay", "x", "--gpu-blocks", "many"], "'many' is not an integer"),
         (["replay", "x", "--gpu-blocks", "5", "--gpu-gib", "1"], "not allowed with"),
-        (["replay", "x", "--gpu-gib", "nan"], "nan is not a positive size"),
+        (["replay", "x", "--gpu-gib", "nan"], "nan is not finite"),
         (["replay", "x", "--gpu-gib", "1"], "--gpu-gib needs --bytes-per-token"),
         (["replay", "x", "--bytes-per-token", "1"], "--bytes-per-token has no effect without"),
         (["replay", "x", "--gpu-gib", "1e-9", "--bytes-per-token", "100"], "less than one block"),
