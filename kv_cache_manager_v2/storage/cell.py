@@ -39,6 +39,7 @@ class Cell:
         self.pins_all = False  # for swap slots: their pages are never evicted
         self.allocator = SlotAllocator(timeline, 0)
         self.arenas: list[Arena] = []  # by pool, all with as many slots
+        self.copier = tier.make_copier(pool_group, self.arenas)
         self.evictable = 0  # evictable pages, including those with file transfers in flight
         self.droppable = PageQueue()
         self.held = PageQueue()

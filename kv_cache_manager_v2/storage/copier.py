@@ -102,31 +102,19 @@ class Copier:
     # --- without staging
 
     def _copy(self, batch: CopyBatch, stream: Stream) -> None:
-        if batch.source.tier.external or batch.cell.tier.external:
-            self._copy_external(batch, stream)
+        """Between cells in memory, of which at least one has addresses, or within one."""
+        source, destination = batch.source, batch.cell
+        if source is destination:
+            source.copier.copy_slots(stream, batch.source_slots, batch.slots)
             return
-        for pool in range(len(batch.source.arenas)):
-            source = batch.source.arenas[pool]
-            destination = batch.cell.arenas[pool]
-            sources = [source.address(slot) for slot in batch.source_slots]
-            destinations = [destination.address(slot) for slot in batch.slots]
-            self._driver.copy_batch(stream, destinations, sources, source.slot_bytes)
-
-    def _copy_external(self, batch: CopyBatch, stream: Stream) -> None:
-        """Within a tier whose slots have no address, or between it and memory."""
-        group = batch.cell.pool_group
-        source, destination = batch.source.tier, batch.cell.tier
-        if source.external and destination.external:
-            source.copy_slots(stream, group, batch.source_slots, batch.slots)
-            return
-        for pool, arena in enumerate(batch.source.arenas):
-            span = (0, arena.slot_bytes)
-            if source.external:
-                memory = [batch.cell.arenas[pool].address(slot) for slot in batch.slots]
-                source.copy_segments(stream, group, pool, batch.source_slots, span, memory, True)
+        for pool, arena in enumerate(source.arenas):
+            memory = destination.copier.addresses(pool, batch.slots)
+            if memory is not None:
+                source.copier.to_memory(stream, pool, batch.source_slots, 0, arena.slot_bytes, memory)
             else:
-                memory = [arena.address(slot) for slot in batch.source_slots]
-                destination.copy_segments(stream, group, pool, batch.slots, span, memory, False)
+                memory = source.copier.addresses(pool, batch.source_slots)
+                assert memory is not None, "two cells without addresses"
+                destination.copier.from_memory(stream, pool, batch.slots, 0, arena.slot_bytes, memory)
 
     def _read(self, batch: CopyBatch, stream: Stream) -> None:
         """File to host memory. A late read may write to the slots themselves."""
@@ -279,17 +267,11 @@ class Copier:
             first = segments[beg]
             end = end_of_alike(segments, beg)
             staged = [segment.address for segment in segments[beg:end]]
-            if cell.tier.external:
-                own = [slots[segment.index] for segment in segments[beg:end]]
-                span = (first.offset, first.nbytes)
-                cell.tier.copy_segments(stream, cell.pool_group, first.pool, own, span, staged, not outward)
-                beg = end
-                continue
-            direct = addresses_of(cell.arenas[first.pool], slots, segments[beg:end])
+            own = [slots[segment.index] for segment in segments[beg:end]]
             if outward:
-                self._driver.copy_batch(stream, direct, staged, first.nbytes)
+                cell.copier.from_memory(stream, first.pool, own, first.offset, first.nbytes, staged)
             else:
-                self._driver.copy_batch(stream, staged, direct, first.nbytes)
+                cell.copier.to_memory(stream, first.pool, own, first.offset, first.nbytes, staged)
             beg = end
 
     def _segments_from_file(self, batch: CopyBatch, stream: Stream, staged: StagedCopy) -> None:

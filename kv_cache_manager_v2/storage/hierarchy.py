@@ -315,15 +315,8 @@ class Hierarchy(PageKeeper):
 
         The copy's bytes are confirmed or lost with the source's.
         """
-        self._queue_copy(source, destination.slot, stream)
+        source.cell.copier.copy_slot(stream, source.slot, destination.slot)
         self._install_copy(source, destination)
-
-    def _queue_copy(self, source: Page, slot: int, stream: Stream) -> None:
-        if source.cell.tier.external:
-            source.cell.tier.copy_slots(stream, source.pool_group, [source.slot], [slot])
-        else:
-            for arena in source.cell.arenas:
-                self._driver.copy(stream, arena.address(slot), arena.address(source.slot), arena.slot_bytes)
 
     def _install_copy(self, source: Page, copy: Page) -> None:
         self.counters.moved[source.life_cycle][source.level][copy.level] += 1
@@ -378,7 +371,7 @@ class Hierarchy(PageKeeper):
                 self.timeline.wait(stream, source.ready)
                 self.timeline.wait(stream, batch.free_from[0])
                 batch.stream = stream
-                self._queue_copy(source, batch.slots[0], stream)
+                source.cell.copier.copy_slot(stream, source.slot, batch.slots[0])
                 batch.ready = batch.source_free = self.timeline.record(stream)
             else:
                 batch.waits.append(self.timeline.record(stream))
@@ -406,7 +399,7 @@ class Hierarchy(PageKeeper):
         self.timeline.wait(stream, source.ready)
         self.timeline.wait(stream, page.ready)
         try:
-            self._queue_copy(source, page.slot, stream)
+            source.cell.copier.copy_slot(stream, source.slot, page.slot)
             ready = self.timeline.record(stream)
         except BaseException:
             page.ready = self.timeline.record_or_wait(stream)

@@ -191,7 +191,7 @@ class Mover:
             tier = HostTier(self._driver)
             swap = Cell(self._timeline, cell.level, cell.pool_group, tier, True)
             swap.pins_all = True
-            swap.arenas = [tier.make_arena(arena.slot_bytes) for arena in cell.arenas]
+            swap.arenas.extend([tier.make_arena(arena.slot_bytes) for arena in cell.arenas])
             self._swaps.append(swap)
             cell.swap = swap
         if swap.total == 0:

@@ -7,7 +7,7 @@ configuration class (`register_tier`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -19,9 +19,10 @@ from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import available_bytes
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.external_pages import ExternalGpuTierConfig, Transfer
-from kv_cache_manager_v2.ids import CacheTier, Stream
+from kv_cache_manager_v2.ids import CacheTier
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.sizing import LevelSizing
+from kv_cache_manager_v2.storage.slot_copier import AddressCopier, SlotCopier, TransferCopier
 
 # Address space reserved for a device pool, in multiples of the level's quota. It bounds how far a pool can grow, as base addresses
 # never change. It takes no memory.
@@ -43,29 +44,15 @@ class Tier(ABC):
         self.name = name
         self.pool: ChunkPool | None = None  # chunks that the arenas share
         self.by_file = by_file  # slots are ranges of files, accessed by file transfers
-        self.external = False  # slots have no address: copies of them are calls of the tier
         self.takes_files = takes_files  # file transfers access its memory without staging
 
     @abstractmethod
     def make_arena(self, slot_bytes: int) -> Arena:
         """A new arena without slots. It may reserve address space or open a file, but has no memory."""
 
-    def copy_slots(self, stream: Stream, pool_group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Queue copies of whole slots of an external tier."""
-        raise LogicError(f"slots of {type(self).__name__} are copied by their addresses")
-
-    def copy_segments(
-        self,
-        stream: Stream,
-        pool_group: int,
-        pool: int,
-        slots: Sequence[int],
-        span: tuple[int, int],
-        memory: Sequence[int],
-        out: bool,
-    ) -> None:
-        """Queue copies of a part of slots of an external tier, (offset, bytes) in one pool, out to host memory or in from it."""
-        raise LogicError(f"slots of {type(self).__name__} are copied by their addresses")
+    def make_copier(self, pool_group: int, arenas: list[Arena]) -> SlotCopier:
+        """What copies the slots of a cell that are not in files. `arenas` are those of its pools; the list is filled later."""
+        return SlotCopier()
 
     def spare_bytes(self, available: int | None) -> int:
         """Bytes by which a best-effort resize may grow the level; -1: no bound.
@@ -98,6 +85,9 @@ class DeviceTier(Tier):
     def make_arena(self, slot_bytes: int) -> Arena:
         return DeviceArena(self._driver, self._chunks, slot_bytes, self._reserve_bytes)
 
+    def make_copier(self, pool_group: int, arenas: list[Arena]) -> SlotCopier:
+        return AddressCopier(self._driver, arenas)
+
 
 class ExternalArena(Arena):
     """Slots of a pool for which the manager has no memory."""
@@ -117,38 +107,17 @@ class ExternalArena(Arena):
 
 
 class ExternalTier(Tier):
-    """Pages in memory of the engine. Without a transfer every copy raises LogicError, before anything changes."""
+    """Pages in memory of the engine."""
 
     def __init__(self, transfer: Transfer | None) -> None:
         super().__init__(CacheTier.GPU_MEM, False, False)
-        self.external = True
-        self._given = transfer
+        self._transfer = transfer
 
     def make_arena(self, slot_bytes: int) -> Arena:
         return ExternalArena(slot_bytes)
 
-    def _transfer(self) -> Transfer:
-        if self._given is None:
-            raise LogicError("a page has to be copied, but the ExternalGpuTierConfig has no transfer; give it one")
-        return self._given
-
-    def copy_slots(self, stream: Stream, pool_group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        self._transfer().copy_pages(stream, pool_group, sources, destinations)
-
-    def copy_segments(
-        self,
-        stream: Stream,
-        pool_group: int,
-        pool: int,
-        slots: Sequence[int],
-        span: tuple[int, int],
-        memory: Sequence[int],
-        out: bool,
-    ) -> None:
-        if out:
-            self._transfer().to_memory(stream, pool_group, pool, slots, span[0], span[1], memory)
-        else:
-            self._transfer().from_memory(stream, pool_group, pool, slots, span[0], span[1], memory)
+    def make_copier(self, pool_group: int, arenas: list[Arena]) -> SlotCopier:
+        return TransferCopier(self._transfer, pool_group)
 
 
 class HostTier(Tier):
@@ -160,6 +129,9 @@ class HostTier(Tier):
 
     def make_arena(self, slot_bytes: int) -> Arena:
         return HostArena(self._driver, slot_bytes)
+
+    def make_copier(self, pool_group: int, arenas: list[Arena]) -> SlotCopier:
+        return AddressCopier(self._driver, arenas)
 
     def spare_bytes(self, available: int | None) -> int:
         there = available_bytes() if available is None else available
