@@ -39,7 +39,7 @@ def made_room(
     """
     if shortage is None or shortage.permanent:
         return False
-    same = last is not None and (last.pool_group, last.gate) == (shortage.pool_group, shortage.gate)
+    same = last is not None and (last.pool_group, last.over_limit) == (shortage.pool_group, shortage.over_limit)
     if last is not None and same and last.missing <= shortage.missing:
         return False
     ask: Callable[..., object] = policy.make_room

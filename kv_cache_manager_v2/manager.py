@@ -309,13 +309,19 @@ class KVCacheManager(ManagerReuse):
 
     def _attempt_resize(self, change: QuotaResize, level: int) -> ResizeResult | None:
         with self._shared.lock, Call(self._shared, "resize()"):
-            current = self._hierarchy.sizings[level]
-            result = change.attempt()
+            try:
+                result = change.attempt()
+            finally:
+                self._follow_sizings()
             if result is not None:
                 self._last_resize = result
-                if result.ok and self._hierarchy.sizings[level] is not current:
-                    self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
         return result
+
+    def _follow_sizings(self) -> None:
+        """Let the tuner know the sizes that the levels have now, also after an error."""
+        for level, sizing in enumerate(self._hierarchy.sizings):
+            if sizing is not self._tuner.sizings[level]:
+                self._tuner.set_sizing(CacheLevel(level), sizing)
 
     @property
     def last_resize(self) -> ResizeResult | None:
@@ -335,9 +341,9 @@ class KVCacheManager(ManagerReuse):
     def adjust(self) -> None:
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
-        Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
-        do not fit. Only a level on which a file transfer hangs may keep its new size, which is logged. `last_adjustment` says what
-        was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
+        Restarts the cooldown. Raises OutOfPagesError, with every level as it was, if pages of suspended caches do not fit. If the
+        device or another call refuses a level later, the levels that are done, the coldest first, keep their new sizes: try again
+        for the rest. `last_adjustment` says what was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
         """
         with self._shared.lock, Call(self._shared, "adjust()"):
             self._require_all_suspended("adjust()")
@@ -347,39 +353,22 @@ class KVCacheManager(ManagerReuse):
                 for level in [CacheLevel(level) for level in range(self._hierarchy.num_levels)]
             ]
             change = LevelsResize(self._hierarchy, targets)
-        try:
+        result = self._attempt_adjust(change, now)
+        while result is None:
+            self._wait("adjust()", change.pending)
             result = self._attempt_adjust(change, now)
-            while result is None:
-                self._wait("adjust()", change.pending)
-                result = self._attempt_adjust(change, now)
-        except BaseException:
-            if change.go_back():
-                self._restore_levels(change)
-            raise
         if not result.ok:
             raise OutOfPagesError(f"adjust(): {result.levels[-1].reason}")
 
-    def _restore_levels(self, change: LevelsResize) -> None:
-        """After an exception in `adjust`, restore the old sizes. Errors are logged, so that the first one is seen."""
-        try:
-            while not self._attempt_restoring(change):
-                self._wait("adjust()", change.pending)
-        except BaseException as error:
-            _log.error("adjust() could not restore the size of every level: %r", error)
-
-    def _attempt_restoring(self, change: LevelsResize) -> bool:
-        with self._shared.lock, Call(self._shared, "adjust()"):
-            return change.attempt() is not None
-
     def _attempt_adjust(self, change: LevelsResize, now: float) -> AdjustResult | None:
         with self._shared.lock, Call(self._shared, "adjust()"):
-            results = change.attempt()
+            try:
+                results = change.attempt()
+            finally:
+                self._follow_sizings()
             if results is None:
                 return None
             result = AdjustResult(results)
-            if result.ok:
-                for level in range(self._hierarchy.num_levels):
-                    self._tuner.set_sizing(CacheLevel(level), self._hierarchy.sizings[level])
             self._tuner.adjusted(now)
             self._last_adjustment = result
         return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kv_cache_manager_v2.arguments import deprecated
 from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
@@ -20,20 +21,26 @@ class Shortage:
     """Why slots could not be had: the pool group, the level, and how many slots are missing. Where nothing is missing, None."""
 
     def __init__(
-        self, pool_group: int, level: int, missing: int, permanent: bool, gate: bool = False, in_transfer: int = 0
+        self, pool_group: int, level: int, missing: int, permanent: bool, over_limit: bool = False, in_transfer: int = 0
     ) -> None:
         self.pool_group = pool_group
         self.level = level  # the level on which slots are missing
         self.missing = missing  # slots short
-        self.gate = gate  # refused without planning: the pool group is used beyond max_util_for_resume, by `missing` slots
+        self.over_limit = over_limit  # other requests use more than max_util_for_resume of the pool group, by `missing` slots
         self.permanent = permanent  # no eviction could ever make it fit: the level has fewer slots in all
         self.in_transfer = in_transfer  # slots of the pool group, on all levels, that file transfers in flight keep: then try again
 
+    @property
+    def gate(self) -> bool:
+        """The old name of `over_limit`, for one release."""
+        deprecated("Shortage.gate is now Shortage.over_limit; the next release removes the old name")
+        return self.over_limit
+
     def __reduce__(self) -> tuple[object, ...]:
-        return Shortage, (self.pool_group, self.level, self.missing, self.permanent, self.gate, self.in_transfer)
+        return Shortage, (self.pool_group, self.level, self.missing, self.permanent, self.over_limit, self.in_transfer)
 
     def __repr__(self) -> str:
-        kind = "permanent" if self.permanent else "used beyond max_util_for_resume" if self.gate else "for now"
+        kind = "permanent" if self.permanent else "used beyond max_util_for_resume" if self.over_limit else "for now"
         if self.in_transfer > 0 and not self.permanent:
             kind += f"; file transfers in flight keep {self.in_transfer} slots: try again when they have ended"
         return f"Shortage(pool group {self.pool_group}, level {self.level}: {self.missing} slots short, {kind})"

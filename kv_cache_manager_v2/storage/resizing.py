@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, OutOfMemoryError
 from kv_cache_manager_v2.ids import Point
@@ -13,8 +11,6 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing, resized
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.resize import LevelResize, ResizeResult
-
-_log: Final = logging.getLogger(__name__)
 
 
 class QuotaResize:
@@ -114,10 +110,10 @@ class QuotaResize:
 
 
 class LevelsResize:
-    """Resizes all levels, the coldest first, or none.
+    """Resizes all levels, the coldest first.
 
     Whether all of them fit is decided on counts before any is touched, so that a refusal moves no page. Only what the device
-    refuses, and what other calls do meanwhile, is found later. The levels that are done are then given their old sizes.
+    refuses, and what other calls do meanwhile, is found later: levels that are done then keep their new sizes.
     """
 
     def __init__(self, hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> None:
@@ -125,9 +121,7 @@ class LevelsResize:
         self._sizings = list(sizings)
         self._before = hierarchy.sizings.copy()
         self._left = list(range(hierarchy.num_levels))  # levels to be resized, the next one last
-        self._changed: list[int] = []  # while going back: levels to be given their old sizes, the next one last
         self._current: LevelResize | None = None
-        self._going_back = False
         self._results: list[ResizeResult] = []
 
     @property
@@ -138,31 +132,16 @@ class LevelsResize:
     def attempt(self) -> list[ResizeResult] | None:
         """Resize the levels, or refuse that; None if the caller must first wait for `pending`, and try again.
 
-        The results are those of the levels up to the first refusal. After an exception the caller calls `go_back`, and then this
-        again if that returns True.
+        The results are those of the levels up to the first refusal.
         """
-        if not self._results and self._current is None and not self._going_back:
+        if not self._results and self._current is None:
             refused = _refuse_levels(self._hierarchy, self._sizings)
             if refused is not None:
                 return [refused]
-        while self._left and not self._going_back:
+        while self._left:
             if not self._resize_next():
                 return None
-        while self._changed:
-            if not self._restore_last():
-                return None
         return self._results
-
-    def go_back(self) -> bool:
-        """Have the next attempts restore the old sizes of levels that are resized; False if there are none."""
-        sizings = self._hierarchy.sizings
-        self._going_back = True
-        self._current = None
-        self._changed = []
-        for level in range(len(sizings) - 1, -1, -1):
-            if sizings[level] is self._sizings[level] and sizings[level] is not self._before[level]:
-                self._changed.append(level)
-        return len(self._changed) > 0
 
     def _resize_next(self) -> bool:
         """An attempt to resize the next level; False if it must wait."""
@@ -176,28 +155,9 @@ class LevelsResize:
             return False
         self._current = None
         self._results.append(result)
-        if result.ok:
-            self._left.pop()
-        else:
-            self.go_back()
-        return True
-
-    def _restore_last(self) -> bool:
-        """An attempt to restore the old size of a level; False if it must wait. If it is refused, the new size remains."""
-        level = self._changed[-1]
-        if self._current is None:
-            self._current = LevelResize(self._hierarchy, level, self._before[level])
-        restored = self._current
-        if self._hierarchy.sizings[level] is self._sizings[level]:  # else another call has resized it meanwhile
-            try:
-                if not restored.attempt():
-                    return False
-                if not restored.result.ok:
-                    _log.error("level %d keeps its new size: %s", level, restored.result.reason)
-            except BaseException as error:  # the caller gets the first error
-                _log.error("level %d cannot be given its old size: %r", level, error)
-        self._current = None
-        self._changed.pop()
+        self._left.pop()
+        if not result.ok:
+            self._left = []
         return True
 
 

@@ -134,9 +134,9 @@ class KVCacheManager(ManagerReuse):
     def adjust(self) -> None:
         """Divide each level between the pool groups according to the sampled lengths. Every cache must be suspended.
 
-        Restarts the cooldown. All levels or none: raises OutOfPagesError, with every level as it was, if pages of suspended caches
-        do not fit. Only a level on which a file transfer hangs may keep its new size, which is logged. `last_adjustment` says what
-        was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
+        Restarts the cooldown. Raises OutOfPagesError, with every level as it was, if pages of suspended caches do not fit. If the
+        device or another call refuses a level later, the levels that are done, the coldest first, keep their new sizes: try again
+        for the rest. `last_adjustment` says what was done. Waits as `resize` does. Raises LogicError while a cache is ACTIVE.
         """
 
     @property

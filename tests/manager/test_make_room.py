@@ -20,7 +20,7 @@ class Does(MakeRoom):
         self.questions: list[tuple[KVCache, bool, list[KVCache]]] = []
 
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
-        self.questions.append((asking, shortage.gate, list(candidates)))
+        self.questions.append((asking, shortage.over_limit, list(candidates)))
         if not self.acts:
             return False
         self.acts.pop(0)()

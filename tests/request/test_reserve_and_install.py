@@ -99,7 +99,7 @@ def test_a_lone_request_comes_back_whatever_it_holds() -> None:
         assert other.resize(48)
         assert not cache.resume(rig.stream), "another request runs, and uses more than half"
         assert cache.last_shortage is not None
-        assert cache.last_shortage.gate
+        assert cache.last_shortage.over_limit
         other.suspend()
         assert cache.resume(rig.stream), "its own pages, and nothing that runs"
 

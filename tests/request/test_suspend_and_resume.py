@@ -48,7 +48,7 @@ def test_the_gate_is_per_pool_group(big: int) -> None:
         assert late.status is KVCache.Status.SUSPENDED
         shortage = late.last_shortage
         assert shortage is not None
-        assert (shortage.pool_group, shortage.gate, shortage.permanent) == (big, True, False)
+        assert (shortage.pool_group, shortage.over_limit, shortage.permanent) == (big, True, False)
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random"])

@@ -90,9 +90,9 @@ class World(Scene):
             shortage = live.cache.last_shortage
             assert shortage is not None
             assert before is None or before == self.fingerprint(live), "a resume that returned False changed something"
-            assert before is None or shortage.gate == gate
-            assert not fits or shortage.gate, "a resume that fits was refused"
-            return self.count("resume", "gate" if shortage.gate else "false")
+            assert before is None or shortage.over_limit == gate
+            assert not fits or shortage.over_limit, "a resume that fits was refused"
+            return self.count("resume", "gate" if shortage.over_limit else "false")
         assert not gate, "resumed beyond max_util_for_resume"
         assert barely, "a resume that cannot fit went through"
         if first:

@@ -51,3 +51,5 @@ def test_two_full_levels_stall_exactly_when_nothing_is_free(pairs: int, free_abo
 def test_shortage_reads_well() -> None:
     assert repr(Shortage(1, 0, 3, True)) == "Shortage(pool group 1, level 0: 3 slots short, permanent)"
     assert "for now" in repr(Shortage(0, 2, 1, False))
+    with pytest.warns(DeprecationWarning, match="over_limit"):
+        assert Shortage(0, 0, 1, False, True).gate
