@@ -184,6 +184,7 @@ def test_a_width_that_does_not_fit() -> None:
         request.suspend()
         with pytest.raises(KVCacheError):
             request.cache.beam_width = 2
+        request.cache.beam_width = 1  # no change
         assert request.resume()
         request.cache.beam_width = 2
         request.check()

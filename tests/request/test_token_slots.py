@@ -205,6 +205,8 @@ def test_slots_beyond_int32_need_64_bits() -> None:
         assert slots_to_write([cache], 0, converter=converter).slots.tolist() == wanted
         with pytest.raises(ConfigError, match="pass an int64 buffer"):
             slots_to_write([cache], 0, converter=converter, out=np.zeros(16, np.int32))
+        converter.scale = 1 << 25  # the last slot of 16 pages is 2**31 - 1
+        assert slots_to_write([cache], 0, converter=converter, out=np.zeros(16, np.int32)).total == 16
 
 
 def test_a_committed_block_that_was_adopted_has_the_slots_of_its_new_page() -> None:
