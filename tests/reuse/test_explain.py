@@ -118,6 +118,15 @@ def test_the_history_is_bounded() -> None:
     assert causes == [MissCause.DROPPED, MissCause.NEVER_STORED, MissCause.DROPPED]
 
 
+def test_a_block_replaced_by_a_longer_one_is_no_drop() -> None:
+    asked = Asked(4, FULL)
+    [dropped] = asked.cache.store(toks(10, 14))
+    asked.cache.lose(dropped)
+    asked.cache.store(toks(0, 2))
+    asked.cache.store(toks(0, 4))
+    assert len(asked.history) == 1
+
+
 def test_window_hole() -> None:
     """All blocks are there, but one in the last window has lost its page; with a history, when and from where."""
     asked = Asked(4, FULL, window(6))

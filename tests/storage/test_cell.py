@@ -6,7 +6,7 @@ import pytest
 
 from kv_cache_manager_v2.errors import CorruptedError
 from kv_cache_manager_v2.ids import NULL_POINT
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
 from tests.storage.conftest import NewRig
 from tests.support.storage_rig import StorageRig
 
@@ -31,6 +31,18 @@ def test_every_page_with_a_slot_is_listed_in_its_cell(new_rig: NewRig) -> None:
         assert {id(page) for page in cell.pages()} == {id(page) for page in here}
         assert len(here) == cell.allocator.num_taken() == 3
         assert [page for page in here if not page.queued] == cell.pinned.pages()
+
+
+def test_a_page_that_was_just_held_can_move_to_the_held_list(new_rig: NewRig) -> None:
+    rig = new_rig([[2], [2]])
+    page = rig.cached()
+    cell = page.cell
+    rig.hierarchy.hold(page)
+    assert (page.list, cell.num_held, cell.num_droppable) == (JUST_HELD, 1, 0)
+    cell.move_to_held(page)
+    assert (page.list, cell.num_held, cell.num_droppable) == (HELD, 1, 0)
+    rig.hierarchy.release(page)
+    assert (page.list, cell.num_held, cell.num_droppable) == (DROPPABLE, 0, 1)
 
 
 def test_a_slot_without_a_page_is_found() -> None:
