@@ -1,1 +1,1 @@
-"""The behaviour of the manager as an engine sees it, through the public face only, on the emulated device."""
+"""The behaviour of the manager as an engine sees it, mostly through the public interface, on the emulated device."""

@@ -206,7 +206,7 @@ def free_lock(manager: KVCacheManager) -> bool:
 
 
 def poisoned(scene: Scene) -> bool:
-    """Whether the manager says that it is poisoned; then it refuses calls in words, and can be shut down."""
+    """Whether the manager is poisoned. If so, checks that it refuses calls with CorruptedError and can be shut down."""
     manager = scene.manager
     if manager.poison_reason() is None:
         return False

@@ -14,7 +14,7 @@ from tests.support.models import hybrid
 
 
 class Broken(Exception):
-    """Of a kind that is unknown."""
+    """An exception class that the package does not know."""
 
 
 def broken_clock() -> float:

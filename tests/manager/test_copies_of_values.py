@@ -1,4 +1,4 @@
-"""Copies of public values: the same on both builds, either an equal value that never changes, or a refusal in words."""
+"""Copies of public values: on both builds, either an equal value that never changes, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_owns_something_is_not_copied(scene: Scene, name: str, way: str) ->
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_copy_stands_still(way: str) -> None:
-    """Counters and mirrors go on; copies of them do not."""
+    """Counters and mirrors change; copies of them do not."""
     with Scene() as scene:
         movement, mirror = WAYS[way](scene.manager.movement), WAYS[way](scene.mirror)
         before = (seen(movement), sorted(map(str, mirror.blocks)), mirror.next_event_id)

@@ -1,4 +1,4 @@
-"""Handles that are copied, pickled, made by hand or used after their time."""
+"""Handles that are copied, pickled, constructed by the user, or used after the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_handles_cannot_be_copied_or_pickled() -> None:
 
 @pytest.mark.parametrize("name", ["KVCache", "KVCacheManager", "PlannedDropHandle"])
 def test_a_handle_that_was_never_made_ends_quietly(name: str) -> None:
-    """A constructor called with the wrong arguments raises, and what is left of the object is freed without a word or a crash."""
+    """A constructor called with wrong arguments raises, and the incomplete object is freed silently."""
     script = f"""
         import gc
         import kv_cache_manager_v2 as kvcm

@@ -14,8 +14,8 @@ from tests.cli.helpers import child_environment
 @pytest.mark.parametrize("schedule", ["eager", "threads", "random"])
 @pytest.mark.parametrize(("ending", "status"), [("pass", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)])
 def test_a_program_ends_whatever_its_device_is_doing(schedule: str, ending: str, status: int) -> None:
-    """Worker threads are frozen when the interpreter ends, with what they were doing and the locks that they held: a manager that
-    was not shut down does not wait for them."""
+    """Worker threads are frozen when the interpreter ends, and keep their locks: a manager that was not shut down does not wait for
+    them."""
     script = f"""
         import threading
         import kv_cache_manager_v2 as kvcm

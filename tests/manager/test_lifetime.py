@@ -30,7 +30,7 @@ from tests.support.rig import Rig, toks
 
 
 def python(program: str, *flags: str, environment: dict[str, str] | None = None) -> str:
-    """What a program prints in a process of its own, with the same package."""
+    """The output of a program in a separate process, with the same package."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, *flags, "-c", program],
@@ -160,7 +160,7 @@ def test_a_wrong_device_name_is_refused() -> None:
 
 
 def test_no_reference_cycles() -> None:
-    """Collector off: 1000 requests and a manager come and go, and their objects with them."""
+    """With the collector off, 1000 requests and a manager are created and closed, and all their objects are freed."""
     driver = EmulatedDriver()
     stream = driver.create_stream()
     gc.collect()
@@ -188,8 +188,7 @@ def test_no_reference_cycles() -> None:
 
 
 def test_handles_after_shutdown() -> None:
-    """A plan handle, a closed cache and the manager are inert afterwards: dropping them does no harm, using them raises or says
-    CLOSED."""
+    """Afterwards a plan handle, a closed cache and the manager can be dropped safely; using them raises or reports CLOSED."""
     rig = Rig(small(8, kinds=[(8, 0)]))
     request = rig.start()
     assert request.advance(toks(0, 16))
@@ -221,7 +220,7 @@ def test_handles_after_shutdown() -> None:
 
 
 def test_a_dropped_cache_is_closed_by_the_next_call() -> None:
-    """Its handle is gone without close: the next call closes it, with a ResourceWarning, and its pages are free again."""
+    """A handle is dropped without close: the next call closes the cache with a ResourceWarning, and its pages are freed."""
     with Rig(small(8)) as rig:
         cache = rig.manager.create_kv_cache()
         assert cache.resume(rig.stream)
@@ -253,7 +252,7 @@ def test_a_dropped_cache_that_the_device_does_not_let_close_is_closed_by_a_later
 
 
 def test_a_dropped_manager_gives_everything_back() -> None:
-    """No shutdown: a ResourceWarning, and nothing of the device is leaked."""
+    """Without `shutdown()` there is a ResourceWarning, and nothing on the device is leaked."""
     driver = EmulatedDriver()
     stream = driver.create_stream()
     manager = KVCacheManager(small(8), driver=driver)

@@ -13,7 +13,7 @@ from tests.support.rig import Rig
 
 
 class Does(MakeRoom):
-    """Does one thing for each question, then has no answer."""
+    """A policy that does the next of its actions at each call, then returns False."""
 
     def __init__(self, *acts: Callable[[], object]) -> None:
         self.acts = list(acts)
@@ -57,7 +57,7 @@ def test_a_pool_group_in_use_is_a_shortage_that_a_policy_can_end() -> None:
 
 
 def test_a_policy_that_does_not_help_is_asked_once() -> None:
-    """And one without an answer, or for a request that can never fit, ends the call."""
+    """A policy that returns False, or a request that can never fit, ends the call."""
     with Rig(small(8, host_slots=16), engine=False) as rig:
         first, _second = active(rig, [16, 16])
         idle = Does(lambda: None, lambda: None)

@@ -1,4 +1,4 @@
-"""The manager refuses to forget or to end while a request is open."""
+"""The manager refuses to clear its cache or to shut down while a request is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not grow does not, by count: calls of the package's own functions on the interpreted build, where they can be seen.
+"""Costs that must not grow, by count: calls of the package's own functions, which are visible on the interpreted build.
 
 Times say the same, but only on a quiet machine; see bench/.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILED, reason="calls between compiled functio
 
 
 def calls_to_evict(slot_bytes: int) -> tuple[int, int]:
-    """Prompts of one block each that fill the GPU, and the calls that it takes to grow by `EVICTED` blocks in their place."""
+    """Fill the GPU with prompts of one block each, and count the calls of growing by `EVICTED` blocks."""
     config = model([attention(0, slot_bytes)], tokens_per_block=4, gpu=2 * MIB, max_util=1.0)
     with Rig(config, engine=False) as rig:
         resident = rig.manager.get_storage_statistics()[0].total

@@ -92,7 +92,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def test_every_call_names_the_first_cause(scene: Scene) -> None:
-    """All but questions and shutdown: a step inside a block too, which takes no lock. Questions answer as far as they can."""
+    """All calls but queries and shutdown, even a step inside a block, which takes no lock. Queries answer as far as they can."""
     active = scene.active
     manager = scene.manager
     length = active.capacity
@@ -129,7 +129,7 @@ def test_every_call_names_the_first_cause(scene: Scene) -> None:
 
 
 def test_a_second_fault_keeps_the_first_cause(scene: Scene) -> None:
-    """What follows from the first one says less."""
+    """Later faults follow from the first one, and say less."""
     poison(scene)
     reason = scene.manager.poison_reason()
     scene.manager.shared.corrupt("something later")
@@ -138,7 +138,7 @@ def test_a_second_fault_keeps_the_first_cause(scene: Scene) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), Strange(), ValueError()])
 def test_an_exception_that_broke_nothing_poisons_nothing(scene: Scene, error: BaseException) -> None:
-    """It goes on to the caller, and the manager serves."""
+    """The caller gets it, and the manager continues to work."""
     refuse(scene, None, error)
     with pytest.raises(type(error)):
         scene.active.suspend()
@@ -150,7 +150,7 @@ def test_an_exception_that_broke_nothing_poisons_nothing(scene: Scene, error: Ba
 
 
 def test_typed_errors_are_not_audited(scene: Scene) -> None:
-    """A refusal in words has changed nothing by construction: it costs no walk over all structures."""
+    """A typed error has changed nothing by construction, so it costs no audit."""
     break_pins(scene)
     with pytest.raises(LogicError):
         scene.active.resume(scene.stream)
@@ -218,7 +218,7 @@ def test_the_process_can_be_asked_for_all_managers(scene: Scene) -> None:
 
 
 def test_clearing_needs_closed_caches(scene: Scene) -> None:
-    """What they hold is in doubt, also when their handles are closed. The manager can only be shut down."""
+    """Their pages are unknown even once their handles are closed. The manager can only be shut down."""
     poison(scene)
     manager = scene.manager
     with pytest.raises(LogicError, match="open"):
@@ -265,7 +265,7 @@ def test_a_close_that_poisons_the_manager_raises_what_left_it(scene: Scene) -> N
 
 
 def test_an_interrupt_of_the_audit_leaves_it_to_the_next_call(scene: Scene) -> None:
-    """A second Ctrl-C while the first one's damage is looked for: the next call looks first."""
+    """A second Ctrl-C interrupts the audit after the first: the next call begins with an audit."""
     manager = scene.manager
     manager.shared.running = "suspend()"  # as it is left then
     break_pins(scene)
@@ -383,7 +383,7 @@ def test_a_shutdown_that_the_device_refuses_can_be_tried_again(scene: Scene) -> 
 
 
 def answer_during_the_wait(scene: Scene, before: Callable[[], object]) -> list[int]:
-    """Have another thread ask while the device is waited for; what it was told."""
+    """The answers that another thread gets while `shutdown` waits for the device."""
     answers: list[int] = []
     synchronize = scene.device.inner.synchronize
 
@@ -409,7 +409,7 @@ def test_others_are_served_while_shutdown_waits_for_the_device(scene: Scene) -> 
 
 
 def test_a_shutdown_inside_a_call_is_refused(scene: Scene) -> None:
-    """By a driver, a listener or a callback: the call that asks it goes on."""
+    """From a driver, a listener or a callback it raises, and the outer call continues."""
     refusals: list[str] = []
 
     def call_back() -> BaseException:

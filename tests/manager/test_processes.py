@@ -1,4 +1,4 @@
-"""Managers that outlive their program's interest: inherited by a forked child, dropped without shutdown, found by the collector."""
+"""Managers that are not shut down: inherited by a forked child, dropped, or found by the collector."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_child(act: Callable[[], None]) -> None:
 
 
 def test_a_child_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
-    """Each call that could touch memory or a file raises LogicError, and asks nothing of the device."""
+    """Each call that could touch memory or a file raises LogicError, without a device call."""
     scene = scene_of("window", tmp_path, "")
     active = scene.active
     manager = scene.manager
@@ -173,7 +173,7 @@ def test_the_collector_makes_no_device_calls(tmp_path: Path) -> None:
 
 
 def test_what_was_dropped_inside_a_call_waits_for_its_end(tmp_path: Path) -> None:
-    """The last reference goes in the middle of another manager's call, on the same device."""
+    """The last reference is dropped in the middle of another manager's call, on the same device."""
     scene = scene_of("window", tmp_path, "")
     others = [KVCacheManager(small(8), driver=scene.device)]
     seen: list[int] = []
@@ -205,7 +205,7 @@ def test_a_manager_that_is_dropped_outside_every_call_is_shut_down_at_once() -> 
 
 
 def test_a_dropped_manager_of_another_device_disturbs_no_call() -> None:
-    """Only constructions and shutdowns look after it: its device may be slow, or hang."""
+    """Only constructions and shutdowns shut it down, since its device may be slow or hang."""
     theirs = EmulatedDriver()
     ours = EmulatedDriver()
     kept = KVCacheManager(small(8), driver=ours)

@@ -1,4 +1,4 @@
-"""A step as one object: what it equals, who takes part, and what its end does."""
+"""A step as one object: the calls that it equals, the caches that take part, and its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Twin:
         self.caches: list[KVCache] = []
 
     def step(self, chosen: list[int], counts: list[int], accepted: list[int], commits: str) -> tuple[list[int], list[int]]:
-        """By `step()`. Returns the positions of the caches that were short, and of those that were suspended."""
+        """Run the step by `step()`. Returns the positions of the caches in `short` and in `suspended`."""
         caches = [self.caches[number] for number in chosen]
         tokens = [tokens_of(cache, number) for cache, number in zip(caches, accepted, strict=True)]
         given = tokens if commits == "after" and len(chosen) % 2 else None
@@ -64,7 +64,7 @@ class Twin:
         return [caches.index(cache) for cache in step.short], [caches.index(cache) for cache in step.suspended]
 
     def single(self, chosen: list[int], counts: list[int], accepted: list[int], commits: str) -> tuple[list[int], list[int]]:
-        """The same, as the documents say it: by calls for each cache."""
+        """Run the same step as its documentation describes it: by calls for each cache."""
         caches = [self.caches[number] for number in chosen]
         tokens = [tokens_of(cache, number) for cache, number in zip(caches, accepted, strict=True)]
         short: list[int] = []
@@ -229,7 +229,7 @@ def test_an_exception_in_the_block_publishes_nothing() -> None:
 
 
 def test_tokens_committed_ahead_are_computed_by_the_end() -> None:
-    """Inside the block the others of the step can match them; after an exception nobody can."""
+    """Inside the block other caches of the step can match them; after an exception none can."""
     with Rig(small(32), engine=False) as rig:
         caches = active(rig, [4, 4])
         with rig.manager.step(caches, [5, 1]) as step:
@@ -310,7 +310,8 @@ def test_caches_without_pages_are_left_out_and_named() -> None:
 
 
 def test_the_youngest_gives_its_pages_to_older_ones_only() -> None:
-    """It is suspended until the older request fits; one that is itself the youngest is left out, so the oldest goes on."""
+    """Younger caches are suspended until the older request fits. A request that is itself the youngest is left out, so the oldest
+    continues."""
     with Rig(small(8, host_slots=16), engine=False) as rig:
         old, middle, young = active(rig, [8, 12, 12])
         with rig.manager.step([young, middle, old], [0, 4, 4], [[], [5], [6]], make_room=SuspendYoungest()) as step:
@@ -372,7 +373,7 @@ def test_nothing_is_suspended_in_vain(policy: Callable[[], MakeRoom]) -> None:
 
 
 class Asked(MakeRoom):
-    """Writes down what it is asked, and answers as it is told."""
+    """A policy that records its calls, and answers as configured."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -429,7 +430,7 @@ def test_errors_of_a_policy_pass_through() -> None:
 
 
 def test_mistakes_are_refused_before_anything_changes() -> None:
-    """Each says which argument it is, and of which cache."""
+    """Each error names the argument and the cache."""
     with Rig(small(16), engine=False) as rig, Rig(small(16), engine=False) as other:
         manager = rig.manager
         caches = active(rig, [4, 4])

@@ -1,5 +1,4 @@
-"""What a hierarchy should do, on lists: queues are lists of entries in the order of eviction, levels are numbers, memory is a
-value.
+"""A model of a hierarchy: eviction orders are lists of entries, levels are numbers, and the bytes of a page are one value.
 
 Rule: nothing here is fast, shared with the package, or asynchronous. The one definition is `make_room`; the rest is bookkeeping.
 """

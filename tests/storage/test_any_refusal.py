@@ -1,5 +1,5 @@
-"""The device refuses any of its calls, with any exception, once, twice or until it is healed: each page keeps its bytes in one
-place, no slot is lost, and what was refused succeeds when it is tried again."""
+"""The device refuses any of its calls, with any exception, once, twice or until it is healed. Each page keeps its bytes, no slot is
+lost, and the call succeeds when tried again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell knows: its pages, each in the list that it belongs to, and its slots."""
+"""A cell has each of its pages in the right list, and counts its slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged bytes on disk: the page is lost by name, and no other."""
+"""Damaged bytes on disk lose their page, and no other."""
 
 from __future__ import annotations
 

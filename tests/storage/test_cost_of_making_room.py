@@ -1,4 +1,5 @@
-"""Making room costs the pages that move or are dropped: those that must stay cost nothing, wherever they are in the order."""
+"""The cost of making room depends on the pages that move or are dropped, not on those that must stay, wherever they are in the
+order."""
 
 from __future__ import annotations
 

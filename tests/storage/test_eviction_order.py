@@ -1,4 +1,4 @@
-"""Who has to go first, and that every slot is accounted for."""
+"""The order of eviction, and the accounting of slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_pages_out_of_the_window_go_first(how: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 7])
 def test_uncommitted_slots_displace_nothing(length: int) -> None:
-    """What was never committed goes back to the free slots at close, and not into the order of eviction."""
+    """Uncommitted pages are freed at close, and never enter the eviction order."""
     with Rig(small(4)) as rig:
         rig.seed(toks(0, 8))
         for _ in range(5):
@@ -105,7 +105,7 @@ def test_a_reused_page_takes_the_larger_priority() -> None:
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 4])
 def test_exactly_what_is_needed_leaves_the_middle_tier(taken: int) -> None:
-    """GPU and host of 4 slots each, both full: for every slot taken one page sinks and one is dropped, tails first."""
+    """GPU and host of 4 slots each, both full: for every slot taken one page is offloaded and one is dropped, tails first."""
     with Rig(small(4, host_slots=4)) as rig:
         first, second = toks(0, 16), toks(100, 116)
         rig.seed(first)
@@ -173,8 +173,8 @@ def test_accounting_identity(tmp_path: object, kinds: list[Kind], seed: int) -> 
 @pytest.mark.parametrize("kinds", [["full"], [(4, 16)], ["full", (4, 0)]])
 @pytest.mark.parametrize("block", [0, 1, 2, 3])
 def test_losing_an_ancestor_frees_its_descendants(kinds: list[Kind], block: int) -> None:
-    """A block of a chain is evicted first, by its priority: what comes behind it can never match again and gives its slots back;
-    what is before it still matches. True of full attention and of sinks."""
+    """A block of a chain is evicted first, by its priority: its descendants cannot match any more, and their slots are freed.
+    Blocks before it still match. The same holds for sinks."""
     with Rig(small(9, kinds=kinds)) as rig:
         rig.seed(toks(0, 16), priority=lambda ordinal, life_cycle: 1 if ordinal == block and not _slides(life_cycle) else 50)
         hog = rig.start()

@@ -1,4 +1,4 @@
-"""Pool groups that are divided anew as requests come and go."""
+"""Pool groups are resized as the lengths of requests change."""
 
 from __future__ import annotations
 

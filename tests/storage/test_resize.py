@@ -1,4 +1,4 @@
-"""A level's slots divided anew: order, contents, and refusals that change nothing."""
+"""Resizes of a level: eviction order, contents, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resize(rig: StorageRig, level: int, slots: list[int]) -> ResizeResult:
 
 @pytest.mark.parametrize(("tiers", "level"), [("gh", 0), ("gh", 1), ("gd", 1)])
 def test_shrink_evicts_the_oldest_and_keeps_order_and_bytes(new_rig: NewRig, tiers: str, level: int) -> None:
-    """Pages in slots that are cut move to free ones; that does not make them younger."""
+    """Pages in removed slots move to free ones, and keep their age."""
     rig = new_rig([[8], [8]], tiers)
     pages = [rig.cached(i) for i in range(8)]
     if level == 1:
@@ -256,7 +256,7 @@ def test_slots_taken_while_a_resize_waits_are_evicted_again(new_rig: NewRig) -> 
 
 
 def test_levels_that_are_done_keep_their_new_size_when_the_device_refuses_another(new_rig: NewRig) -> None:
-    """Colder levels come first. The same again does the rest."""
+    """Colder levels are resized first. Repeating the call resizes the rest."""
     rig = new_rig([[6], [6]], slot_sizes=((1 << 20,),))
     pages = [rig.cached(i) for i in range(8)]
     targets = [sizing_of(rig, 0, [9]), sizing_of(rig, 1, [4])]

@@ -122,7 +122,7 @@ def test_a_page_larger_than_a_region(tmp_path: object, size: int) -> None:
 
 @pytest.mark.parametrize("end", ["close", "suspend", "shrink"])
 def test_a_slot_is_handed_on_after_its_last_user(end: str) -> None:
-    """The producer's stream stands at a gate when its slots change hands: the consumer's stream does not get past them before it
+    """The producer's stream is blocked at a gate when its slots pass to the consumer: the consumer's stream waits until it
     opens."""
     with Rig(small(4, host_slots=4)) as rig:
         producer = rig.start()
@@ -355,7 +355,7 @@ def test_a_failed_read_loses_one_page(tmp_path: object, bad: int, effect: str, s
 
 @pytest.mark.parametrize("effect", ["error", "short"])
 def test_a_failed_write_loses_a_cached_page(tmp_path: object, effect: str) -> None:
-    """A page that could not be written to disk is a miss, not garbage."""
+    """A page that could not be written to disk is a miss, never wrong bytes."""
     with Rig(small(4, disk=(str(tmp_path), 4))) as rig:
         rig.seed(toks(0, 16))
         rig.driver.fail("write_file", 2, 1, effect)

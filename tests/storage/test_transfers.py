@@ -202,7 +202,7 @@ def test_a_read_that_ends_late_spoils_what_was_staged_behind_it_and_says_so(new_
 
 
 def test_late_read_into_a_host_slot_keeps_the_slot(new_rig: NewRig) -> None:
-    """The page that was being read is given up; its slot is free only after the read has ended."""
+    """The page that was being read is lost; its slot is freed only after the read has ended."""
     rig = new_rig([[1], [1], [1]], "ghd", transfer_timeout=20)
     page = rig.held(1)
     rig.cached(2)
@@ -409,7 +409,7 @@ def shrink_refused(rig: StorageRig, times: int | None) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_host_memory_that_is_registered_again_at_a_later_try_has_its_bytes(new_rig: NewRig, times: int) -> None:
-    """A shrink is refused, and at first so is the way back."""
+    """The device refuses a shrink, and then the first attempt to restore the old size."""
     rig = new_rig([[1], [64]], "gh", ((4096,),))
     page = rig.held(1)
     other = rig.held(2)
