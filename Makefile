@@ -101,6 +101,10 @@ demo: $(ENV) $(COMPILED)  ## the example: two small models served from our pages
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_tiny_llm.py --model hybrid
 
+.PHONY: demo-transformers
+demo-transformers: $(ENV) $(VENV)/stamp-torch $(COMPILED)  ## a hybrid model of transformers serves more conversations than fit; every answer is compared
+	PYTHONPATH=build/compiled $(BIN)/python examples/serve_transformers.py
+
 .PHONY: bench
 bench: $(ENV) $(VENV)/stamp-bench $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
 	$(BIN)/python -m bench $(BENCH)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from transformers import logging as logging
 from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.generation import GenerationOutput
 

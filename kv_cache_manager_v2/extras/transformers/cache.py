@@ -180,6 +180,16 @@ class PagedCache(Cache):
             lengths = [max(0, self.length - row.pad) for row in self.rows]
             resize_batch(kvs, [kv.capacity for kv in kvs], lengths)
 
+    def prefill_end(self, prompt_columns: int) -> int:
+        """The column up to which the next pass over a prompt should go, so that equal prompts can begin there.
+
+        With recurrent layers and without padding this is a block boundary before the end of the prompt, until a state there is
+        cached. Else it is the end.
+        """
+        if any(row.pad for row in self.rows):
+            return prompt_columns
+        return self.rows[0].kv.prefill_end(prompt_columns)
+
     # --- what generation asks of a cache
 
     def activate_past_recording(self) -> None:

@@ -204,7 +204,7 @@ class PagedStore(ModelPages):
     def _prefill(self, cache: PagedCache, input_ids: torch.Tensor, chunk: int) -> None:
         """Compute prompts of one length up to where equal prompts need a state. The last token is left."""
         end = input_ids.shape[1]
-        stop = cache.rows[0].kv.prefill_end(end)
+        stop = cache.prefill_end(end)
         if self.one_by_one:
             stop, chunk = (end - 1 if cache.length else 0), 1
         elif stop == end:  # there is a state already
