@@ -44,23 +44,26 @@ class SlotAllocator:
         index = -1
         if len(self._ready) == 0 and len(self._pending) > 0:
             index = self._first_done()  # may raise, as it queries the device: so before anything changes
-        self.free -= 1
         if len(self._ready) > 0:
             self._ready, ready = pop(self._ready)
             self._taken[ready] = True
+            self.free -= 1
             return SlotId(ready), NULL_POINT
         if index >= 0:
             slot = self._pending.take(index)
             self._taken[slot] = True
+            self.free -= 1
             return slot, NULL_POINT
         if self.issued < self._target:
             slot = SlotId(self.issued)
+            self._taken = append(self._taken, True)  # first: there may be no memory for it
             self.issued += 1
-            self._taken = append(self._taken, True)
+            self.free -= 1
             return slot, NULL_POINT
         point = self._pending.point(0)
         slot = self._pending.take(0)
         self._taken[slot] = True
+        self.free -= 1
         return slot, point
 
     def release(self, slot: SlotId, point: Point) -> None:
@@ -70,15 +73,16 @@ class SlotAllocator:
         if slot >= self.issued:
             self._lost.discard(slot)
             return
-        self._taken[slot] = False
-        if slot >= self._target:
+        if slot >= self._target:  # first what there may be no memory for
             self._aside.push(slot, point)
+            self._taken[slot] = False
             return
-        self.free += 1
         if point == NULL_POINT:
             self._ready = append(self._ready, slot)
         else:
             self._pending.push(slot, point)
+        self._taken[slot] = False
+        self.free += 1
 
     def taken(self, slot: SlotId) -> bool:
         """Whether the slot was allocated and not released since."""

@@ -219,10 +219,9 @@ class Cell:
 
     def free_page(self, page: Page) -> None:
         """Free a page: it leaves its list, and its slot is free once its last use has ended."""
+        self.free_slot(page.slot, page.ready)  # first: there may be no memory for it
         self.leave(page)
-        slot = page.slot
         page.slot = NO_SLOT
-        self.free_slot(slot, page.ready)
 
     def free_slot(self, slot: SlotId, point: Point) -> None:
         """Free a slot after `point`, and after all file transfers that may still write to it."""

@@ -34,8 +34,9 @@ class FreeSlots:
             self._slots[end] = slot
             self._points[end] = point
         else:
-            self._slots = append(self._slots, slot)
+            slots = append(self._slots, slot)
             self._points = append(self._points, point)
+            self._slots = slots
         self._end = end + 1
 
     def slot(self, index: int) -> SlotId:

@@ -144,8 +144,8 @@ class Hierarchy(PageKeeper):
         """
         assert 0 <= priority <= 100, "a page's priority is from 0 to 100"
         cell = self._gpu_of[life_cycle]
-        slot, ready = cell.allocator.allocate()
-        page = Page(life_cycle, cell, slot, priority, ready)
+        page = Page(life_cycle, cell, NO_SLOT, priority, NULL_POINT)  # first: there may be no memory for it
+        page.slot, page.ready = cell.allocator.allocate()
         page.locks = 1
         cell.pinned.append(page)
         return page
