@@ -178,7 +178,7 @@ $(VENV)/bin/python:
 
 $(VENV)/stamp: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install 'setuptools>=77'
-	KVCM_PURE=1 $(PIP) install --no-build-isolation '.[dev,cli]'
+	KVCM_PURE=1 $(PIP) install --no-build-isolation '.[dev,cli,plot]'
 	$(PIP) uninstall --yes kv-cache-manager-v2
 	touch $@
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_cache_manager_v2.cli.recording import DROPPED, Recorder, Sample
 from kv_cache_manager_v2.cli.streams import OutputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ GREEN: Final = "#009E73"
 VERMILION: Final = "#D55E00"
 GREY: Final = "#666666"
 TIER_COLORS: Final = {"gpu": BLUE, "host": ORANGE, "disk": GREEN}
+FATE_COLORS: Final = {("gpu", "host"): ORANGE, ("gpu", "disk"): VERMILION, ("host", "disk"): GREEN}  # of pages that moved
+LINES: Final = ("-", "--", "-.")  # by level: colours are never the only difference
+HATCHES: Final = ("", "//", "..", "xx")
 
 
 def require_matplotlib() -> None:
@@ -95,3 +99,96 @@ def saved(figure: Figure, path: str) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format=Path(path).suffix.lower().lstrip("."), dpi=150)
     return data.getvalue()
+
+
+def draw_replay(report: dict[str, Any], recorder: Recorder, page_bytes: float | None, path: str) -> bytes:
+    """Four views of a replay on one page, in the format that the file's name says.
+
+    `page_bytes` are the bytes of a page of the model; without, pages are counted.
+    """
+    figure = new_figure(12, 8)
+    (hits, occupancy), (moves, ages) = figure.subplots(2, 2)
+    tiers: list[str] = list(report["blocks"])
+    samples = recorder.samples
+    before = [Sample(0, [0] * len(tiers), 0, [0.0] * len(tiers), [[0] * len(tiers) for _tier in tiers]), *samples[:-1]]
+    requests = [sample.admitted for sample in samples]
+    _draw_hits(hits, tiers, requests, before, samples)
+    for level, name in enumerate(tiers):
+        occupied = [100 * sample.occupied[level] for sample in samples]
+        occupancy.plot(requests, occupied, color=TIER_COLORS[name], linewidth=2, linestyle=LINES[level], label=name)
+    _finish(occupancy, "Slots that have a page", "%", "requests admitted", "lower right")
+    occupancy.set_ylim(0, 105)
+    _draw_moves(moves, tiers, requests, before, samples, page_bytes)
+    _draw_ages(ages, recorder)
+    blocks = ", ".join(f"{name} {count:,}" for name, count in report["blocks"].items())
+    hit = f"{100 * report['whole']['hit_ratio']:.1f} % of prompt tokens found"
+    figure.suptitle(f"{Path(report['trace']).name}, {report['layers']}, blocks: {blocks}. {hit}", x=0.01, ha="left", fontsize=13)
+    return saved(figure, path)
+
+
+def _draw_hits(axes: Axes, tiers: list[str], requests: list[int], before: list[Sample], samples: list[Sample]) -> None:
+    """Prompt tokens of each interval by where they were found."""
+    shares: list[list[float]] = []
+    for level in range(len(tiers)):
+        found = [now.hit_tokens[level] - then.hit_tokens[level] for then, now in zip(before, samples, strict=True)]
+        shares.append([float(tokens) for tokens in found])
+    computed = [now.computed_tokens - then.computed_tokens for then, now in zip(before, samples, strict=True)]
+    totals = [max(1.0, sum(row)) for row in zip(computed, *shares, strict=True)]
+    shares = [[100 * max(0.0, tokens) / total for tokens, total in zip(row, totals, strict=True)] for row in shares]
+    areas = axes.stackplot(requests, *shares, labels=tiers, colors=[TIER_COLORS[name] for name in tiers], alpha=0.85)
+    for area, hatch in zip(areas, HATCHES, strict=False):
+        area.set_hatch(hatch)
+        area.set_edgecolor("white")
+        area.set_linewidth(0)
+    top = max(max(sum(row) for row in zip(*shares, strict=True)), 1.0)
+    axes.set_ylim(0, min(130.0, 1.25 * top))
+    _finish(axes, "Prompt tokens found, by tier", "% of the prompt tokens of an interval", "requests admitted")
+
+
+def _draw_moves(
+    axes: Axes, tiers: list[str], requests: list[int], before: list[Sample], samples: list[Sample], page_bytes: float | None
+) -> None:
+    """Pages moved between two tiers, for each request of an interval."""
+    unit = 1 if page_bytes is None else page_bytes / (1 << 20)
+    for source, source_name in enumerate(tiers):
+        for target, target_name in enumerate(tiers):
+            if source == target or samples[-1].pages_moved[source][target] == 0:
+                continue
+            rates = [
+                unit * (now.pages_moved[source][target] - then.pages_moved[source][target]) / (now.admitted - then.admitted)
+                for then, now in zip(before, samples, strict=True)
+            ]
+            line = "-" if target > source else "--"
+            color = TIER_COLORS[tiers[max(source, target)]]
+            axes.plot(requests, rates, color=color, linewidth=2, linestyle=line, label=f"{source_name} to {target_name}")
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+    _finish(axes, "Moved between tiers", "pages per request" if page_bytes is None else "MiB per request", "requests admitted")
+
+
+def _draw_ages(axes: Axes, recorder: Recorder) -> None:
+    """Evicted pages by the requests since their last use, in steps of powers of two."""
+    steps = max((len(counts) for counts in recorder.ages.values()), default=1)
+    first = min((step for counts in recorder.ages.values() for step in range(len(counts)) if counts[step]), default=0)
+    width = 0.8 / max(1, len(recorder.ages))
+    colors = {**{f"{source} to {target}": color for (source, target), color in FATE_COLORS.items()}, DROPPED: GREY}
+    for number, (fate, counts) in enumerate(sorted(recorder.ages.items(), key=lambda item: list(colors).index(item[0]))):
+        positions = [step - 0.4 + (number + 0.5) * width for step in range(len(counts))]
+        axes.bar(positions, counts, width, color=colors[fate], hatch=HATCHES[number], edgecolor="white", label=fate)
+    labels = ["0" if step == 0 else f"{1 << (step - 1):,}" for step in range(steps)]
+    axes.set_xticks(range(steps), labels)
+    axes.set_xlim(first - 0.6, steps - 0.4)
+    _finish(axes, "Evictions by age", "pages", "requests since the last use of the block: at least")
+
+
+def _finish(axes: Axes, title: str, unit: str, across: str, place: str = "upper left") -> None:
+    """Titles, a grid, and a legend if something is drawn."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylabel(unit)
+    axes.set_xlabel(across)
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,g}")
+    axes.grid(visible=True, axis="y", color="#DDDDDD")
+    axes.set_axisbelow(True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=place, ncols=2, framealpha=0.9, edgecolor="white")
+    else:
+        axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", color=GREY)

@@ -9,7 +9,7 @@ import argparse
 import os
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from kv_cache_manager_v2 import CacheTier
@@ -17,7 +17,9 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.cli import options as shared
 from kv_cache_manager_v2.cli.capacity import TierBlocks, plan_capacity
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, token_source
+from kv_cache_manager_v2.cli.pictures import FORMATS, draw_replay, require_matplotlib
 from kv_cache_manager_v2.cli.progress import progress_bar
+from kv_cache_manager_v2.cli.recording import Recorder
 from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
 from kv_cache_manager_v2.cli.serving import Engine
 from kv_cache_manager_v2.cli.streams import ReportOutput
@@ -63,6 +65,11 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--seed", type=shared.natural, default=0, metavar="N", help="seed of the generated tokens (default: %(default)s)"
     )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help=f"draw hits, occupied slots, moved bytes and evictions over time to a file: {', '.join(FORMATS)}",
+    )
     parser.add_argument("--format", choices=["table", "json"], default="table", help="format of the report (default: %(default)s)")
     shared.add_report_options(parser)
     parser.set_defaults(run=run)
@@ -71,12 +78,17 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
 def run(options: argparse.Namespace) -> bool:
     """Replay the trace and write the report. Returns False if a page had wrong contents."""
     _check_options(options)
-    with ReportOutput(options.output, options.trace) as output:
-        return _replay(options, output)
+    with ExitStack() as files:
+        output = files.enter_context(ReportOutput(options.output, options.trace))
+        picture = None
+        if options.plot is not None:
+            require_matplotlib()
+            picture = files.enter_context(ReportOutput(options.plot, options.trace, "--plot"))
+        return _replay(options, output, picture)
 
 
-def _replay(options: argparse.Namespace, output: ReportOutput) -> bool:
-    """Replay the trace with validated options and an open output."""
+def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOutput | None) -> bool:
+    """Replay the trace with validated options and open outputs."""
     started = time.perf_counter()
     trace = shared.read_trace_of(options)
     layers = shared.layers_of(options, trace.block_size)
@@ -86,7 +98,8 @@ def _replay(options: argparse.Namespace, output: ReportOutput) -> bool:
         _tiers(options, trace, concurrency), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path, layers
     )
     source = token_source(trace.block_size, options.seed)
-    engine = Engine(capacity, source, concurrency=concurrency, decode=options.decode, verify=options.verify)
+    recorder = None if picture is None else Recorder(len(trace.records), capacity.tier_names, options.tokens_per_block)
+    engine = Engine(capacity, source, concurrency=concurrency, decode=options.decode, verify=options.verify, recorder=recorder)
     try:
         with progress_bar("replay", len(trace.records)) as progress:
             outcome = engine.run(trace.records, progress)
@@ -106,6 +119,10 @@ def _replay(options: argparse.Namespace, output: ReportOutput) -> bool:
         "compiled" if COMPILED else "interpreted",
     )
     report = make_report(settings, trace, capacity, outcome, time.perf_counter() - started)
+    if picture is not None and recorder is not None:
+        block_bytes = None if options.bytes_per_token is None else options.bytes_per_token * options.tokens_per_block
+        page_bytes = None if block_bytes is None else block_bytes / len(layers.kinds)
+        picture.write_bytes(draw_replay(report, recorder, page_bytes, options.plot))
     output.write(to_json(report) if options.format == "json" else to_table(report))
     return outcome.num_mismatches == 0
 
@@ -114,11 +131,13 @@ def _check_options(options: argparse.Namespace) -> None:
     """Check what argparse cannot; an error ends the program with a message."""
     parser: argparse.ArgumentParser = options.parser
     shared.check_tiers(options)
-    if options.bytes_per_token is not None and all(getattr(options, f"{name}_gib") is None for name, _tier in shared.TIERS):
-        parser.error("--bytes-per-token has no effect without --gpu-gib, --host-gib or --disk-gib")
+    in_gib = any(getattr(options, f"{name}_gib") is not None for name, _tier in shared.TIERS)
+    if options.bytes_per_token is not None and not in_gib and options.plot is None:
+        parser.error("--bytes-per-token has no effect without --gpu-gib, --host-gib, --disk-gib or --plot")
     wants_disk = options.disk_blocks is not None or options.disk_gib is not None
     if wants_disk and not os.path.isdir(options.disk_path):
         parser.error(f"--disk-path {options.disk_path}: no such directory")
+    shared.check_plot(options)
     shared.layers_of(options, 1)  # only which options go together: the trace has not been read
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from kv_cache_manager_v2 import EmulatedDriver, KVCache, KVCacheManager
 from kv_cache_manager_v2.cli.capacity import Capacity
 from kv_cache_manager_v2.cli.contents import TokenSource
+from kv_cache_manager_v2.cli.recording import Recorder
 from kv_cache_manager_v2.cli.stamps import PageStamps
 from kv_cache_manager_v2.cli.trace_lines import TraceRecord
 
@@ -64,9 +65,19 @@ class OpenRequest:
 class Engine:
     """Serves the records of a trace through one manager on one emulated device."""
 
-    def __init__(self, capacity: Capacity, source: TokenSource, *, concurrency: int, decode: bool, verify: bool) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        source: TokenSource,
+        *,
+        concurrency: int,
+        decode: bool,
+        verify: bool,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._driver = EmulatedDriver()
-        self._manager = KVCacheManager(capacity.config, driver=self._driver)
+        self._manager = KVCacheManager(capacity.config, recorder, driver=self._driver)
+        self._recorder = recorder
         self._stream = self._driver.create_stream()
         self._source = source
         self._concurrency = concurrency  # most requests open at once
@@ -106,7 +117,11 @@ class Engine:
                 self._decode_step()
             self._finish(more=bool(self._restarting) or admitted < len(records))
             progress(admitted - len(self._open) - len(self._restarting))
+            if self._recorder is not None:
+                self._recorder.sample(admitted, outcome, self._manager, last=admitted == len(records))
         self._count_movement()
+        if self._recorder is not None:
+            self._recorder.stop()
         return outcome
 
     def close(self) -> None:
@@ -128,6 +143,8 @@ class Engine:
 
     def _admit(self, request: OpenRequest) -> None:
         """Look up a request's prompt, and append the request, suspended, to the open ones."""
+        if self._recorder is not None:
+            self._recorder.admit(request.index, request.prompt)
         cache = self._manager.create_kv_cache(None, request.prompt, id=request.index)
         request.prefilled = False
         if self._stamps is not None:

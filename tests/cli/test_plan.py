@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -127,43 +125,6 @@ def test_bars_show_each_size_of_the_curve(capsys: pytest.CaptureFixture[str], tr
     assert lines[1].split() == ["blocks", "hit", "ratio", "best", "possible"]
     assert [line.count("█") > 0 for line in lines[-2:]] == [True] * 2
     assert "\x1b" not in "".join(lines)
-
-
-@pytest.mark.parametrize("name", ["curve.svg", "curve.PNG"])
-def test_a_picture_is_drawn_where_matplotlib_is_installed(
-    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path, name: str
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / name
-    options = ["--gpu-blocks", "30", "--policies", "lru,best", "--plot", str(path)]
-    assert main(["plan", trace, *options]) == 0
-    if name.endswith(".svg"):
-        assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
-    else:
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("package", "options", "remedy"),
-    [
-        ("matplotlib", ["--plot", "curve.png"], "--plot needs matplotlib: pip install 'kv-cache-manager-v2[plot]'"),
-        ("rich", ["--format", "bars"], "--format bars needs rich: pip install 'kv-cache-manager-v2[cli]'"),
-    ],
-)
-def test_a_missing_package_is_one_line_and_leaves_no_file(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    trace: str,
-    tmp_path: Path,
-    package: str,
-    options: list[str],
-    remedy: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", trace, *options]) == 2
-    assert capsys.readouterr().err == f"kvcm: error: {remedy}\n"
-    assert not Path("curve.png").exists()
 
 
 @pytest.mark.parametrize(
