@@ -23,6 +23,7 @@ SEED ?= $(shell date +%Y%m%d)
 BENCH ?=
 AB ?=
 PEERS ?= ../shared/peers
+ENGINES ?=
 WITH_TORCH ?=
 TORCH := torch==2.13.0 transformers==5.24.0
 
@@ -124,6 +125,10 @@ bench-against: $(ENV) $(COMPILED)  ## this tree beside another checkout with a b
 .PHONY: bench-peers
 bench-peers: $(ENV) $(COMPILED)  ## other cache managers beside ours; PEERS names the folder with the scripts that drive them
 	$(BIN)/python -m bench.peers --scripts $(PEERS)
+
+.PHONY: bench-engines
+bench-engines: $(ENV) $(COMPILED)  ## vLLM's scheduler over our manager and over its own: same schedules, cost of a step (ENGINES="check")
+	$(BIN)/python -m bench.engines $(ENGINES)
 
 .PHONY: test-cuda
 test-cuda: $(ENV) $(VENV)/stamp-cuda $(COMPILED)  ## the tests that need a real GPU, or a line that says they were skipped

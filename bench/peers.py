@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
-import venv
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,9 +22,10 @@ from bench.clock import Clock
 from bench.machine import describe
 from bench.micro import measure_row
 from bench.results import Row, heading, readable, write
+from bench.wheels import Environment, UnavailableError
 
 HOME: Final = ROOT / "build" / "peers"
-ENVIRONMENT: Final = HOME / "env"
+ENVIRONMENT: Final = Environment(HOME)
 WHEELS: Final = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
 SCRIPTS: Final = {
     "vllm": ["bench_vllm.py", "--hash", "sha256", "--block", "32", "--hybrid"],
@@ -61,10 +58,6 @@ COUNTERPARTS: Final = (
 )
 
 
-class UnavailableError(Exception):
-    """A peer cannot be measured here; the text says why."""
-
-
 class Figure(NamedTuple):
     """A figure of a peer."""
 
@@ -74,39 +67,17 @@ class Figure(NamedTuple):
     seconds: float
 
 
-def call(command: Sequence[str], what: str, variables: dict[str, str] | None = None) -> None:
-    """Run a command; its errors become the reason why a peer is unavailable."""
-    try:
-        done = subprocess.run(command, env={**os.environ, **(variables or {})}, cwd=HOME, capture_output=True, text=True)
-    except OSError as error:
-        raise UnavailableError(f"{what}: {error}") from error
-    if done.returncode != 0:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip() and not line.startswith("WARNING")]
-        raise UnavailableError(f"{what}: {lines[-1] if lines else f'exit status {done.returncode}'}")
-
-
-def pip(*arguments: str) -> list[str]:
-    return [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-
-
 def prepare(peer: str, scripts: Path) -> Path:
     """The peer's unpacked wheel, in an environment that has what it imports; made on the first call. Raises UnavailableError."""
     sources = HOME / f"{peer}_src"
     stamp = HOME / f"{peer}.stamp"
-    if stamp.exists():
-        return sources
-    HOME.mkdir(parents=True, exist_ok=True)
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        venv.create(ENVIRONMENT, with_pip=True)
-    lines = [line for line in (scripts / "requirements.txt").read_text().splitlines() if "==" in line]
-    whole = [line for line in lines if line.startswith(WITH_DEPENDENCIES)]
-    call(pip("install", *whole), f"what {peer} needs cannot be had")
-    call(pip("install", "--no-deps", *[line for line in lines if line not in whole]), f"what {peer} needs cannot be had")
-    call(pip("download", "--no-deps", "--dest", "dl", WHEELS[peer]), f"the wheel {WHEELS[peer]} cannot be had")
-    for wheel in (HOME / "dl").glob(f"{peer}-*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(sources)
-    stamp.touch()
+    if not stamp.exists():
+        lines = [line for line in (scripts / "requirements.txt").read_text().splitlines() if "==" in line]
+        whole = [line for line in lines if line.startswith(WITH_DEPENDENCIES)]
+        ENVIRONMENT.install(whole, f"what {peer} needs cannot be had")
+        ENVIRONMENT.install(["--no-deps", *[line for line in lines if line not in whole]], f"what {peer} needs cannot be had")
+        ENVIRONMENT.unpack(WHEELS[peer], sources)
+        stamp.touch()
     return sources
 
 
@@ -118,8 +89,8 @@ def measure_peer(peer: str, scripts: Path, repetitions: int) -> list[Figure]:
     sources = prepare(peer, scripts)
     output = HOME / f"{peer}.json"
     output.unlink(missing_ok=True)
-    command = [str(ENVIRONMENT / "bin" / "python"), str(scripts / script), "--reps", str(repetitions), *arguments]
-    call(command, f"{script} failed", {f"{peer.upper()}_SRC": str(sources), "OUT": str(output)})
+    command = [str(ENVIRONMENT.python), str(scripts / script), "--reps", str(repetitions), *arguments]
+    ENVIRONMENT.call(command, f"{script} failed", {f"{peer.upper()}_SRC": str(sources), "OUT": str(output)})
     return read_figures(json.loads(output.read_text()))
 
 
