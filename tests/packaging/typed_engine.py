@@ -109,6 +109,8 @@ def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> 
         cache.commit(accepted_input_tokens=[4], is_end=False)
         assert kvcm.resize_batch([cache], [97]) == 1
         kvcm.commit_batch([cache], [5])
+        kvcm.commit_ahead_batch([cache], [6])
+        assert cache.resize(97, 97)
         cache.stop_committing()
         drop: kvcm.PlannedDropHandle | None = cache.plan_committed_block_drop()
         if drop is not None:
