@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 class Row:
     """One sequence of a batch."""
 
-    def __init__(self, kv: KVCache, pad: int, pending: list[int]) -> None:
-        self.kv = kv
-        self.pad = pad  # columns before its first token
-        self.pending = pending  # computed tokens that are not committed
+    def __init__(self, kv: KVCache, pad: int, start: int, tokens: list[int]) -> None:
+        self.kv: Final = kv
+        self.pad: Final = pad  # columns before its first token
+        self.start: Final = start  # tokens that were found when the cache was opened
+        self.tokens: Final = tokens  # those that were computed after them
+
+    def uncommitted(self) -> list[int]:
+        """Computed tokens that are not committed."""
+        return self.tokens[self.kv.num_committed_tokens - self.start :]
 
 
 class PagedCache(Cache):
@@ -54,14 +59,15 @@ class PagedCache(Cache):
         self.current_pass: ForwardPass | None = None  # between the passes too, if that one raised
         self._unsettled: ForwardPass | None = None  # the last pass, of which `crop` may still take tokens back
         self._record_past = False
+        self._is_torn = False  # states in the pages may be of different lengths
         manager = store.manager
         if reuse:
             kvs = [manager.create_kv_cache(reuse_match=match) for match in find_matches(store, prompts, pads, scope)]
         else:
             kvs = [manager.create_kv_cache(scope) for _prompt in prompts]
-        self.rows = [Row(kv, pad, []) for kv, pad in zip(kvs, pads, strict=True)]
+        self.rows = [Row(kv, pad, kv.num_committed_tokens, []) for kv, pad in zip(kvs, pads, strict=True)]
         self.reused_by_level = [kv.cached_tokens_by_level for kv in kvs]  # tokens found, by row and cache level
-        self.length = max([row.kv.num_committed_tokens + row.pad for row in self.rows if row.kv.num_committed_tokens > 0] or [0])
+        self.length = max([row.start + row.pad for row in self.rows if row.start > 0] or [0])
         super().__init__(layers=[self._layer(buffers) for buffers in store.buffers])
         self._state_layers = [layer for layer in self.layers if isinstance(layer, PagedStateLayer)]
         store.caches.append(self)
@@ -111,24 +117,24 @@ class PagedCache(Cache):
     def close(self) -> None:
         """End the sequences: what is computed stays cached for others. Idempotent.
 
-        A suspended cache is resumed if it has something to commit. If there is no room for that, it is lost.
+        A suspended cache is resumed if it has something to commit. If there is no room for that, it is lost. Raises
+        PageDataLostError, with the cache closed, if bytes of its pages were lost on disk.
         """
         if self.is_closed:
             return
-        try:
+        with ExitStack() as ends:
+            ends.callback(self.store.caches.remove, self)
+            for row in self.rows:
+                ends.callback(row.kv.close)
             self.current_pass = None
-            if self._unsettled is not None or any(row.pending for row in self.rows):
+            if not self._is_torn and any(row.uncommitted() for row in self.rows):
                 with suppress(OutOfPagesError):
                     self.resume()
                     self._settle()
                     for row in self.rows:
-                        row.kv.commit(row.pending, is_end=True)
+                        row.kv.commit(row.uncommitted(), is_end=True)
             for row in self.rows:
                 row.kv.stop_committing()
-        finally:
-            self.store.caches.remove(self)
-            for row in self.rows:
-                row.kv.close()
 
     def _require_open(self, call: str) -> None:
         if self.is_closed:
@@ -141,6 +147,8 @@ class PagedCache(Cache):
         self._require_open("a forward pass")
         if input_ids.dim() != 2 or len(input_ids) != len(self.rows):
             raise ConfigError(f"input_ids has shape {tuple(input_ids.shape)}; this cache has {len(self.rows)} rows")
+        if self._is_torn:
+            raise LogicError("a forward pass was interrupted while states were saved: close this cache and open another one")
         self.current_pass = None
         self.resume()
         self._settle()
@@ -156,11 +164,14 @@ class PagedCache(Cache):
         """The forward pass has ended well."""
         done = self.current_pass
         assert done is not None
+        new: list[list[int]] = input_ids.tolist()
+        self._is_torn = bool(self._state_layers)
         for layer in self._state_layers:
             layer.save(done)
-        for row, tokens in zip(self.rows, input_ids.tolist(), strict=True):
-            row.pending += tokens[max(0, row.pad - done.begin) :]
+        for row, tokens in zip(self.rows, new, strict=True):
+            row.tokens.extend(tokens[max(0, row.pad - done.begin) :])
         self.length = done.end
+        self._is_torn = False
         self.current_pass = None
         self._unsettled = done
         if not self._record_past:
@@ -168,17 +179,18 @@ class PagedCache(Cache):
 
     def _settle(self) -> None:
         """Commit what the last pass has computed, or only count it as history."""
-        done, self._unsettled = self._unsettled, None
+        done = self._unsettled
         if done is None:
             return
         kvs = [row.kv for row in self.rows]
         if self.store.commits(self.length, self.length - done.begin):
-            commit_batch(kvs, [row.pending for row in self.rows])
-            for row in self.rows:
-                row.pending = []
+            commit_batch(kvs, [row.uncommitted() for row in self.rows])
         else:
             lengths = [max(0, self.length - row.pad) for row in self.rows]
-            resize_batch(kvs, [kv.capacity for kv in kvs], lengths)
+            advanced = resize_batch(kvs, [kv.capacity for kv in kvs], lengths)
+            if advanced < len(kvs):
+                raise self.store.shortage_of(kvs[advanced])
+        self._unsettled = None
 
     def prefill_end(self, prompt_columns: int) -> int:
         """The column up to which the next pass over a prompt should go, so that equal prompts can begin there.
@@ -214,7 +226,7 @@ class PagedCache(Cache):
             )
         length = self.length - count
         for row in self.rows:
-            del row.pending[max(0, length - row.pad) - row.kv.num_committed_tokens :]
+            del row.tokens[max(0, length - row.pad) - row.start :]
         self.length = length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -244,7 +256,7 @@ class PagedCache(Cache):
                 row = self.rows[parent]
                 if parent in parents[:position]:
                     forks.append(row.kv.fork())
-                    row = Row(forks[-1], row.pad, list(row.pending))
+                    row = Row(forks[-1], row.pad, row.start, list(row.tokens))
                 rows.append(row)
         except BaseException:
             for fork in forks:

@@ -252,7 +252,7 @@ class ContinuousBatching(ModelPages):
         continuous_api.PagedAttentionCache = self._make_cache
 
     def close(self) -> None:
-        """Put transformers' own cache back, end all requests, and free all memory."""
+        """Put transformers' own cache back, end all requests, and free all memory. Idempotent."""
         if continuous_api.PagedAttentionCache == self._make_cache:
             continuous_api.PagedAttentionCache = self._replaced
         self.model.destroy_cached_continuous_batching_manager()

@@ -79,7 +79,9 @@ class ModelPages:
         return Stream(torch.cuda.current_stream(self.model.device).cuda_stream) if self._stream is None else self._stream
 
     def close(self) -> None:
-        """Free all memory. Raises LogicError while a request is open."""
+        """Free all memory. Idempotent. Raises LogicError while a request is open."""
+        if not self.buffers:
+            return
         self.manager.shutdown()
         self.buffers.clear()
         if self._stream is not None:

@@ -23,6 +23,9 @@ from kv_cache_manager_v2.suspension import SuspendCheapest
 _log: Final = logging.getLogger(__name__)
 
 
+_OTHER_INPUTS: Final = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_")  # of other modalities
+
+
 class SuspendIdle(SuspendCheapest):
     """Suspends open caches other than the one whose forward pass begins: those whose pages are cheapest to bring back.
 
@@ -142,7 +145,7 @@ class PagedStore(ModelPages):
             return self.model.generate(input_ids, attention_mask=mask, cache=cache, **kwargs)
 
     def close(self) -> None:
-        """Close all caches and free all memory. The model is as it was."""
+        """Close all caches and free all memory. The model is as it was. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         for cache in list(self.caches):
@@ -160,7 +163,7 @@ class PagedStore(ModelPages):
         self._policy.asking = cache
         for row in cache.rows:
             if not row.kv.is_active and not row.kv.resume(self.stream, make_room=self._policy):
-                raise self._shortage_of(row.kv)
+                raise self.shortage_of(row.kv)
 
     def begin_step(self, cache: PagedCache, counts: Sequence[int]) -> Step:
         """A step with pages for all rows of a cache, which the host may touch at once. Raises OutOfPagesError."""
@@ -168,11 +171,12 @@ class PagedStore(ModelPages):
         step = self.manager.step([row.kv for row in cache.rows], counts, make_room=self._policy)
         step.__enter__()
         if step.short:
-            raise self._shortage_of(step.short[0])
+            raise self.shortage_of(step.short[0])
         self.driver.order(self.stream)
         return step
 
-    def _shortage_of(self, kv: KVCache) -> OutOfPagesError:
+    def shortage_of(self, kv: KVCache) -> OutOfPagesError:
+        """What a call raises that has not got its pages."""
         return OutOfPagesError(
             f"no pages for a forward pass: {kv.last_shortage}; {len(self.caches)} caches are open: "
             "close some, or give the store more memory"
@@ -183,6 +187,9 @@ class PagedStore(ModelPages):
     def _before_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         cache = self._cache_of(args, kwargs)
         if cache is not None:
+            for name, value in kwargs.items():
+                if value is not None and name.startswith(_OTHER_INPUTS):
+                    raise ConfigError(f"a paged cache takes no {name}: equal tokens would share pages, whatever they stand for")
             cache.begin(_ids_of(args, kwargs))
 
     def _after_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:

@@ -8,6 +8,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from kv_cache_manager_v2 import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.extras.transformers import PagedStore
+from kv_cache_manager_v2.extras.transformers.cache_layers import PagedStateLayer
 from tests.extras.transformers.models import make_model, random_tokens
 from tests.extras.transformers.rig import MIB, Pair, compute, open_store
 
@@ -59,6 +60,22 @@ def test_a_pass_that_raises_has_not_changed_the_cache(family: str) -> None:
         pair.paged.close()
         with store.open(torch.cat([prompt, token, token], dim=1)) as cache:
             assert cache.num_reused_tokens == [70]
+
+
+def test_a_cache_whose_states_were_saved_in_part_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt between two layers: the states are of different lengths, and none of them may be reused."""
+    model, prompt = make_model("qwen3_next"), random_tokens(40)
+    with open_store(model) as store:
+        cache = store.open(prompt)
+        layer = cache.layers[1]
+        assert isinstance(layer, PagedStateLayer)
+        monkeypatch.setattr(layer, "save", fail)
+        with pytest.raises(Fault):
+            compute(model, prompt, cache)
+        with pytest.raises(LogicError, match="interrupted while states were saved"):
+            compute(model, prompt, cache)
+        cache.close()
+        assert store.open(prompt).num_reused_tokens == [0]
 
 
 def test_rows_can_be_selected_and_repeated(family: str) -> None:
@@ -118,6 +135,8 @@ def test_mistakes_are_refused() -> None:
             model(input_ids=ids.repeat(2, 1), cache=cache)
         with pytest.raises(ConfigError, match="needs input_ids"):
             model(inputs_embeds=torch.zeros((1, 8, 64)), cache=cache)
+        with pytest.raises(ConfigError, match="takes no pixel_values"):
+            model(input_ids=ids, cache=cache, pixel_values=ids)
         with pytest.raises(LogicError, match="call the model that the store was made for"):
             model.get_decoder()(input_ids=ids, cache=cache)
         compute(model, ids, cache)
@@ -129,6 +148,7 @@ def test_mistakes_are_refused() -> None:
         cache.close()
         with pytest.raises(LogicError, match="closed"):
             model(input_ids=ids, cache=cache)
+    store.close()
     assert model(input_ids=ids).logits.shape == (1, 8, 256)  # the store has left the model as it was
 
 
