@@ -12,10 +12,10 @@ from typing import Final
 
 from kv_cache_manager_v2 import EventMirror, KVCache, KVCacheError
 from tests.hunt.base import SCOPES, Found
+from tests.hunt.batches import Batches
 from tests.hunt.memory import Text
 from tests.hunt.requests import Request
 from tests.hunt.setups import Setup
-from tests.hunt.whole import WholeManager
 from tests.support.drivers import RefusingDevice
 
 WEIGHTS: Final = {
@@ -43,6 +43,12 @@ WEIGHTS: Final = {
     "own_rows": 3,
     "hold_view": 4,
     "batch": 6,
+    "whole_step": 6,
+    "ahead": 6,
+    "table": 4,
+    "ask_for_room": 4,
+    "find": 2,
+    "create_from_match": 2,
     "resize_level": 2,
     "grow_and_shrink": 0,
     "fill": 0,
@@ -55,7 +61,7 @@ WEIGHTS: Final = {
 }
 
 
-class Hunter(WholeManager):
+class Hunter(Batches):
     """One run: a manager from its construction to its end."""
 
     def __init__(self, setup: Setup, folder: str, refusing: RefusingDevice | None = None) -> None:

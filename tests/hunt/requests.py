@@ -31,6 +31,7 @@ class Request:
         self.mismatches: list[Mismatch] = []
         self.plans: list[PlannedDropHandle] = []
         self.views: list[memoryview] = []
+        self.row = -1  # of the batch tables; -1: it has none
         self.prompt: list[int] = []  # what is still to be computed of the prompt
 
     @property

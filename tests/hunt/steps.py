@@ -70,13 +70,17 @@ class Steps(Base):
                         raise Found(f"a page that was handed out has no memory: {error}") from error
 
     def _row(self, request: Request, index: int, beam: int, rows: dict[tuple[int, int], Sequence[int]]) -> Sequence[int]:
-        row = request.cache.get_base_page_indices(index, beam)
+        row = request.cache.get_base_page_indices(index, beam) if beam else self.pages_of(request, index)
         if request.width > 1:
             if beam:
                 main = rows[index, 0]
                 row = [row[b] if row[b] != BAD_PAGE_INDEX else main[b] for b in range(request.cache.num_blocks)]
             rows[index, beam] = row
         return row
+
+    def pages_of(self, request: Request, index: int) -> Sequence[int]:
+        """The base page indices of the first beam, as the kernel gets them."""
+        return request.cache.get_base_page_indices(index)
 
     def _readable(
         self, memory: GroupMemory, row: Sequence[int], text: Text, written: int, reads: list[Piece], request: Request

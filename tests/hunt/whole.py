@@ -77,7 +77,7 @@ class WholeManager(RequestGrowth):
 
     def own_rows(self) -> None:
         """The engine hands in index buffers of its own, or takes them back."""
-        request = self.pick(lambda r: r.active and not r.named)
+        request = self.pick(lambda r: r.active and not r.named and r.row < 0)
         if request is None:
             return
         for memory in self.memory:

@@ -17,7 +17,7 @@ from tests.simulation.world import World
 
 def can_commit_ahead(setup: Setup, model: Request) -> bool:
     """Whether the tokens of the next step may be committed ahead, after all that is computed before it."""
-    if model.width > 1 or not model.committing or model.recurrent or setup.scratch or setup.config.commit_min_snapshot:
+    if model.width > 1 or not model.committing or setup.scratch:
         return False
     beg = conduct.first_written(model)
     return beg < model.capacity and model.clean_run(0) >= beg - model.committed
@@ -30,17 +30,22 @@ class AheadWorld(World):
         """Commit the first tokens of a step ahead, then queue the step."""
         model = live.model
         beg = conduct.first_written(model)
-        count = max(beg, model.capacity - len(fresh) // 2) - model.committed
+        all_of_them = model.recurrent  # a state that stands beyond them could never be committed
+        count = max(beg, model.capacity - (0 if all_of_them else len(fresh) // 2)) - model.committed
         tokens = [*model.beams[0].tokens[model.committed : beg], *fresh][:count]
         failure, _result = self.attempt(live, "commit ahead", lambda: live.cache.commit_ahead(tokens))
         if failure:
             return failure
         self.compute(live, [fresh])
-        history = model.history
-        self.library.commit(model.commit(0, len(tokens)))
-        model.history = history
+        self.promise(live, len(tokens))
         self.rows(live)
         return self.count("commit ahead", "done", *self.positions(live))
+
+    def promise(self, live: Live, count: int) -> None:
+        """Commit in the model what the engine has computed, and leave the history where it is."""
+        history = live.model.history
+        self.library.commit(live.model.commit(0, count))
+        live.model.history = history
 
     def _refused(self, live: Live, name: str, call: Callable[[], object]) -> str | None:
         """The outcome of a call that needs computed tokens; None if all are computed."""
@@ -75,6 +80,11 @@ class AheadWorld(World):
         if live.active:
             live.model.committed = committed
         return outcome
+
+    def attempt(self, live: Live | None, operation: str, call: Callable[[], object]) -> tuple[str, object]:
+        if live is not None and operation == "resize" and self.setup.config.commit_min_snapshot and self._taken_back(live):
+            operation = "resize ahead"  # copies pages, as a commit does, if a snapshot is due
+        return super().attempt(live, operation, call)
 
     def resize(self, live: Live, capacity: int, history: int, check: bool) -> str:
         self._may_take_back(live)

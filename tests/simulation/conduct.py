@@ -33,7 +33,8 @@ def step(setup: Setup, model: Request, grow: int, history: int) -> tuple[int, in
     history = min(max(history, model.history), model.computed)
     if setup.scratch:
         history = max(history, model.capacity - setup.max_rewind)
-    return lengths(setup, model, max(history, model.computed if model.recurrent else 0) + grow, history)
+    wanted = lengths(setup, model, max(history, model.computed if model.recurrent else 0) + grow, history)
+    return None if wanted is not None and model.reads_scratch(wanted[1]) else wanted
 
 
 def first_written(model: Request) -> int:

@@ -243,11 +243,12 @@ class Request:
         twin.pageless = {item for item in self.pageless if item[1] < twin.blocks}
         return twin
 
-    def reads_scratch(self) -> bool:
-        """Whether the next query at the history reads a block that was written to scratch."""
-        blocks = -(-self.history // self.size)
+    def reads_scratch(self, history: int | None = None) -> bool:
+        """Whether the next query at a history, by default the present one, reads or writes a block that was written to scratch."""
+        at = self.history if history is None else history
+        blocks = -(-at // self.size)
         return self.scratch and any(
-            block < blocks and block not in self.kinds[number].stale(self.size, self.history) for number, block in self.pageless
+            block < blocks and block not in self.kinds[number].stale(self.size, at) for number, block in self.pageless
         )
 
     def has_page(self, number: int, block: int) -> bool:

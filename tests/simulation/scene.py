@@ -45,6 +45,7 @@ class Live:
         self.doubt = ""  # a kernel of it found wrong bytes: then it must turn out to be lost
         self.announced: dict[int, list[int]] = {}  # by life cycle: page indices that may not change while it runs
         self.buffers: dict[tuple[int, int], array[int]] = {}  # page-index buffers attached, by (life cycle, beam)
+        self.row = -1  # of the batch tables; -1: it has none
 
     @property
     def active(self) -> bool:

@@ -6,7 +6,7 @@ blocks of one to eight, pools of a handful of slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -67,7 +67,8 @@ class Setup:
             f"{self.shape}, {self.size} tokens a block, kinds {[str(kind) for kind in self.kinds]}, tiers {self.tiers} with about "
             f"{self.gpu_slots} GPU slots, {self.schedule} schedule, back-off {config.reuse_match_backoff}, "
             f"partial {config.enable_partial_reuse}, adoption {config.allow_seq_rebasing}, "
-            f"snapshots {config.commit_min_snapshot}, resume up to {config.max_util_for_resume}"
+            f"snapshots {config.commit_min_snapshot}, at block ends only {config.snapshot_at_block_ends}, "
+            f"resume up to {config.max_util_for_resume}"
         )
 
 
@@ -88,7 +89,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
     floor = structural_floor(kinds, size)
     slots = max(floor, 2) + random.randrange(1, 7)
     tiers = random.choice(("ghd", "ghd", "ghd", "ghd", "gh", "gd", "g"))
-    layers, totals = _layers(random, kinds, size, slots, shape)
+    layers, totals = _layers(random, kinds, size, slots, shape, seed % 2 == 1)
     pools = sum(len(sizes) for sizes in totals)
     config = KVCacheManagerConfig(
         tokens_per_block=size,
@@ -99,6 +100,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         reuse_match_backoff=random.choice((0, 0, 0, 1, 2, size + 1)),
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
         commit_min_snapshot="ssm" in shape or shape == "min snapshot",
+        snapshot_at_block_ends=seed % 5 < 2,
         allow_seq_rebasing=seed % 4 > 0,
         rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,
@@ -181,8 +183,13 @@ def _kinds(random: Random, shape: str, size: int) -> list[Kind]:
     return random.choice(([full, window], [window], [window, Kind(window=(window.window or 0) + size)]))
 
 
-def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str) -> tuple[list[LayerConfig], list[list[int]]]:
-    """Layers of each kind, interleaved, and the slot bytes of each pool by pool group."""
+def _layers(
+    random: Random, kinds: list[Kind], size: int, slots: int, shape: str, both: bool = False
+) -> tuple[list[LayerConfig], list[list[int]]]:
+    """Layers of each kind, interleaved, and the slot bytes of each pool by pool group.
+
+    `both`: a recurrent layer after one of attention is a part of that.
+    """
     unit = 16 * size  # two words for each token
     depth = random.choice((1, 2))  # layers of each kind
     apart = random.random() < 0.5  # states of another size than pages: a pool group of their own
@@ -211,7 +218,12 @@ def _layers(random: Random, kinds: list[Kind], size: int, slots: int, shape: str
             if not kind.recurrent and size % 2 == 0 and number == 0 and level == 0:
                 buffers[1] = BufferConfig(DataRole("value"), big // (size // 2), 2)  # its kernel uses blocks of two tokens
             layer = LayerId(level * len(kinds) + number)
-            if kind.recurrent:
+            if kind.recurrent and both and number > 0:
+                states = [BufferConfig(DataRole(f"{buffer.role} state"), buffer.size) for buffer in buffers]
+                before = layers.pop()
+                assert isinstance(before, AttentionLayerConfig)
+                layers.append(replace(before, states=states))
+            elif kind.recurrent:
                 layers.append(SsmLayerConfig(layer, buffers))
             else:
                 sinks = kind.sink_blocks * size if kind.sink_blocks else None

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from kv_cache_manager_v2.errors import ConfigError, LogicError
-from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
+from kv_cache_manager_v2 import MakeRoom
 from tests.simulation import conduct
-from tests.simulation.ahead import AheadWorld, can_commit_ahead
+from tests.simulation.ahead import can_commit_ahead
 from tests.simulation.calls import Calls
+from tests.simulation.mistakes import active_mistakes, manager_mistakes, suspended_mistakes
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import Setup, draw
+from tests.simulation.steps import POLICIES, StepWorld
 
+MOST_FORKS: Final = 64  # more than any setup has slots for states
 _DIGEST: Final = re.compile(r"b'[^']*'")
 
 
@@ -52,7 +54,7 @@ class Simulation:
     def __init__(self, setup: Setup, calls: Calls | None = None) -> None:
         self.setup = setup
         self.random = Random(setup.seed ^ 0x5EED)
-        self.world = AheadWorld(setup, calls)
+        self.world = StepWorld(setup, calls)
         self.number = 0  # of the operation
         self.last: deque[str] = deque(maxlen=24)
         self.prompts: list[tuple[int, list[Token]]] = [(0, [setup.alphabet[0]])]
@@ -161,7 +163,7 @@ class Simulation:
         elif pick < 0.65 and self.setup.faults:
             self.fault()
         elif pick < 0.7:
-            self.note("illegal call", self.manager_mistake())
+            self.note("illegal call", self.random.choice(manager_mistakes(world))())
         elif pick < 0.74 and len(world.live) < 4:
             for live in list(world.live):
                 self.close(live)
@@ -230,18 +232,21 @@ class Simulation:
         pick = random.random()
         if pick < 0.62:
             stream = random.randrange(self.setup.num_streams)
-            self.note(f"resume {live.number} on {stream}", world.resume(live, stream, self.check()))
+            if random.random() < 0.15 and not self.setup.faults:
+                self.asking(live, lambda policy: world.resume_asking(live, stream, policy))
+            else:
+                self.note(f"resume {live.number} on {stream}", world.resume(live, stream, self.check()))
         elif pick < 0.72:
             level = random.randrange(len(world.quotas))
             self.note(f"prefetch {live.number} to {level}", world.prefetch(live, level, self.check()))
         elif pick < 0.78 and len(world.live) < self.most_open + 2 and conduct.settled(live.model):
-            self.note(f"fork {live.number}", world.fork(live, self.check()))
+            self.fork(live)
         elif pick < 0.81:
             self.note(f"stop {live.number}", world.stop(live))
         elif pick < 0.84:
             self.plan(live)
         elif pick < 0.88:
-            self.note(f"mistake {live.number}", self.suspended_mistake(live))
+            self.note(f"mistake {live.number}", self.random.choice(suspended_mistakes(world, live))())
         elif pick < 0.9:
             self.note(f"stream {live.number}", world.change_stream(live, random.randrange(self.setup.num_streams)))
         elif pick < 0.98:
@@ -253,8 +258,10 @@ class Simulation:
     def on_active(self, live: Live) -> None:
         world, random, model = self.world, self.random, live.model
         pick = random.random()
-        if pick < 0.04:
+        if pick < 0.02:
             self.batch_step()
+        elif pick < 0.1:
+            self.whole_step()
         elif pick < 0.5:
             self.step(live)
         elif pick < 0.66:
@@ -268,16 +275,18 @@ class Simulation:
         elif pick < 0.86:
             group = random.randrange(len(self.setup.kinds))
             beam = random.randrange(model.width)
-            if not self.setup.kinds[group].recurrent:
+            if random.random() < 0.4:
+                self.note(f"batch table {live.number}", world.table(live))
+            elif not self.setup.kinds[group].recurrent:
                 self.note(f"index buffer {live.number}", world.attach(live, group, beam))
         elif pick < 0.88 and len(world.live) < self.most_open + 2 and conduct.settled(live.model):
-            self.note(f"fork {live.number}", world.fork(live, self.check()))
+            self.fork(live)
         elif pick < 0.90:
             self.note(f"stop {live.number}", world.stop(live))
         elif pick < 0.92:
             self.plan(live)
         elif pick < 0.95:
-            self.note(f"mistake {live.number}", self.active_mistake(live))
+            self.note(f"mistake {live.number}", self.random.choice(active_mistakes(world, live))())
         elif pick < 0.97:
             self.note(f"stream {live.number}", world.change_stream(live, random.randrange(self.setup.num_streams)))
         elif pick < 0.98:
@@ -339,6 +348,41 @@ class Simulation:
         if random.random() < 0.7:
             self.commit(live)
 
+    def fork(self, live: Live) -> None:
+        """Now and then so many forks that no slot is left for another state."""
+        world = self.world
+        if not live.model.recurrent or self.setup.faults or self.random.random() > 0.1:
+            self.note(f"fork {live.number}", world.fork(live, self.check()))
+            return
+        before = len(world.live)
+        for _fork in range(MOST_FORKS):
+            outcome = world.fork(live, self.check())
+            self.note(f"fork {live.number}", outcome)
+            if outcome not in ("active", "suspended"):
+                break
+        for twin in world.live[before:]:
+            self.close(twin)
+
+    def asking(self, live: Live, call: Callable[[MakeRoom], str]) -> None:
+        """A call with a make-room policy."""
+        name = self.random.choice(POLICIES[1:])
+        policy = self.world.policy(name, self.random.randrange)
+        assert policy is not None
+        self.note(f"asking {live.number}, {name}", call(policy))
+
+    def whole_step(self) -> None:
+        """A step as one object; a failing device would leave it half done."""
+        world, random = self.world, self.random
+        lives = [live for live in world.live if world.can_step(live)]
+        if self.setup.faults or self.setup.scratch or not lives:
+            return
+        random.shuffle(lives)
+        counts = [random.choice((0, 1, 1, 2, self.setup.size + 1)) for _live in lives]
+        tokens = [self.tokens(count) for count in counts]
+        end, name = random.choice(("commit", "commit", "ahead", "advance", "fail")), random.choice(POLICIES)
+        outcome = world.step(lives, counts, tokens, end, world.policy(name, random.randrange))
+        self.note(f"step of {[live.number for live in lives]} by {counts}, {name}, {tokens}", outcome)
+
     def relieve(self, live: Live) -> None:
         """As a scheduler does when pages are short: suspend the newest other request, or end this one."""
         others = [other for other in self.world.live if other.active and other is not live and not other.lost]
@@ -382,6 +426,9 @@ class Simulation:
         wanted = conduct.lengths(self.setup, model, capacity, history)
         if wanted is not None:
             capacity, history = wanted
+            if random.random() < 0.2 and not self.setup.faults and not self.setup.scratch:
+                self.asking(live, lambda policy: self.world.resize_asking(live, capacity, history, policy))
+                return
             outcome = self.world.resize(live, capacity, history, self.check())
             self.note(f"resize {live.number} to {capacity}, {history}", outcome)
 
@@ -404,58 +451,6 @@ class Simulation:
         width = random.randrange(1, 4)
         if width != model.width:
             self.note(f"width {live.number} to {width}", self.world.set_width(live, width, self.check()))
-
-    # --- mistakes
-
-    def active_mistake(self, live: Live) -> str:
-        cache, model, mistake = live.cache, live.model, self.world.mistake
-        choices: list[Callable[[], str]] = [
-            lambda: mistake(live, "resume active", lambda: cache.resume(self.world.streams[0]), LogicError),
-            lambda: mistake(live, "prefetch active", lambda: cache.prefetch(CacheLevel(0)), LogicError),
-            lambda: mistake(live, "capacity", lambda: cache.resize(model.history - 1, model.history), ConfigError),
-            lambda: mistake(live, "history", lambda: cache.resize(None, model.history - 1), ConfigError),
-            lambda: mistake(live, "beam", lambda: setattr(cache, "beam_width", 0), ConfigError),
-            lambda: mistake(live, "token", lambda: cache.commit([-1]), ConfigError),
-            lambda: mistake(live, "digest", lambda: cache.commit([b"short"]), ConfigError),
-            lambda: mistake(live, "token", lambda: cache.commit([2**31]), ConfigError),
-            lambda: mistake(live, "group", lambda: cache.get_base_page_indices(LayerGroupId(99)), ConfigError),
-            lambda: mistake(live, "beam", lambda: cache.get_base_page_indices(LayerGroupId(0), BeamIndex(9)), ConfigError),
-            lambda: mistake(live, "clear", self.world.manager.clear_reusable_blocks, LogicError),
-            lambda: mistake(live, "quota", lambda: self.world.manager.resize(CacheLevel(0), 1 << 30), LogicError),
-            lambda: mistake(live, "adjust", self.world.manager.adjust, LogicError),
-        ]
-        if model.committing:
-            count = model.capacity - model.committed + 1
-            choices.append(lambda: mistake(live, "commit past", lambda: cache.commit([0] * count), ConfigError, LogicError))
-            choices.append(lambda: mistake(live, "plan", cache.plan_committed_block_drop, LogicError))
-            choices.append(lambda: mistake(live, "beams", lambda: cache.commit([0], [7]), ConfigError, LogicError))
-        else:
-            choices.append(lambda: mistake(live, "commit stopped", lambda: cache.commit([0]), LogicError))
-        return self.random.choice(choices)()
-
-    def suspended_mistake(self, live: Live) -> str:
-        cache, mistake = live.cache, self.world.mistake
-        choices: list[Callable[[], str]] = [
-            lambda: mistake(live, "resize suspended", lambda: cache.resize(live.model.capacity + 1), LogicError),
-            lambda: mistake(live, "commit suspended", lambda: cache.commit([0]), LogicError),
-            lambda: mistake(live, "suspend suspended", cache.suspend, LogicError),
-            lambda: mistake(live, "width", lambda: setattr(cache, "beam_width", live.model.width + 1), LogicError),
-            lambda: mistake(live, "level", lambda: cache.prefetch(CacheLevel(len(self.world.quotas))), ConfigError, LogicError),
-            lambda: mistake(live, "shutdown", self.world.manager.shutdown, LogicError),
-        ]
-        return self.random.choice(choices)()
-
-    def manager_mistake(self) -> str:
-        manager, mistake = self.world.manager, self.world.mistake
-        choices: list[Callable[[], str]] = [
-            lambda: mistake(None, "token", lambda: manager.create_kv_cache(None, [3, -1]), ConfigError),
-            lambda: mistake(None, "token", lambda: manager.probe_reuse(None, [2**31]), ConfigError),
-            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], ([],)), ConfigError),
-            lambda: mistake(None, "id", lambda: manager.create_kv_cache(None, [3], (1, [2])), ConfigError),
-            lambda: mistake(None, "level", lambda: manager.get_quota(CacheLevel(9)), ConfigError),
-            lambda: mistake(None, "level", lambda: manager.resize(CacheLevel(-1), 1 << 20), ConfigError),
-        ]
-        return self.random.choice(choices)()
 
     # --- what came of it
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.simulation import conduct
-from tests.simulation.ahead import AheadWorld, can_commit_ahead
+from tests.simulation.ahead import can_commit_ahead
 from tests.simulation.model import Token
 from tests.simulation.scene import Live
 from tests.simulation.setups import SHAPES, draw
+from tests.simulation.steps import POLICIES, StepWorld
 
 NIGHTLY = os.environ.get("KVCM_HYPOTHESIS") == "nightly"
 few = st.integers(0, 3)
@@ -30,7 +31,7 @@ letters = st.lists(st.integers(0, 2), max_size=12)
 class Manager(RuleBasedStateMachine):
     """Requests are picked by a number modulo how many there are, so that no rule ever has to be given up for want of one."""
 
-    world: AheadWorld
+    world: StepWorld
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Manager(RuleBasedStateMachine):
 
     @initialize(shape=st.sampled_from(SHAPES), seed=st.integers(0, 63))
     def start(self, shape: str, seed: int) -> None:
-        self.world = AheadWorld(draw(seed, self.folder.name, shape, faults=False))
+        self.world = StepWorld(draw(seed, self.folder.name, shape, faults=False))
 
     # --- picking
 
@@ -127,6 +128,29 @@ class Manager(RuleBasedStateMachine):
             return
         if can_commit_ahead(setup, model):
             self.world.commit_ahead(live, self.tokens(numbers, model.capacity - conduct.first_written(model)))
+
+    @precondition(active)
+    @rule(
+        counts=letters,
+        numbers=letters,
+        end=st.sampled_from(("commit", "ahead", "advance", "fail")),
+        policy=st.sampled_from(POLICIES),
+    )
+    def whole_step(self, counts: list[int], numbers: list[int], end: str, policy: str) -> None:
+        """A step of all requests as one object."""
+        world = self.world
+        lives = [live for live in world.live if world.can_step(live)]
+        if lives and not world.setup.scratch:
+            counts = [*counts, *[1] * len(lives)][: len(lives)]
+            tokens = [self.tokens(numbers, count) for count in counts]
+            world.step(lives, counts, tokens, end, world.policy(policy, lambda below: len(numbers) % below))
+
+    @precondition(active)
+    @rule(which=few)
+    def table(self, which: int) -> None:
+        live = self.pick(which, active=True)
+        assert live is not None
+        self.world.table(live)
 
     def compute(self, live: Live, numbers: list[int]) -> None:
         count = live.model.capacity - conduct.first_written(live.model)

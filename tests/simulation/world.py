@@ -14,6 +14,7 @@ from kv_cache_manager_v2 import KVCache, LogicError, PlannedDropHandle, Tokens
 from kv_cache_manager_v2.errors import AlreadyDroppedError, ConfigError, KVCacheError, OutOfPagesError, PageDataLostError
 from kv_cache_manager_v2.ids import BeamIndex, CacheLevel, LayerGroupId
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
+from kv_cache_manager_v2.storage.page import Page
 from tests.simulation.calls import Calls
 from tests.simulation.conduct import first_written
 from tests.simulation.inside import longest_match
@@ -95,17 +96,20 @@ class World(Scene):
             return self.count("resume", "gate" if shortage.over_limit else "false")
         assert not gate, "resumed beyond max_util_for_resume"
         assert barely, "a resume that cannot fit went through"
+        self.resumed(live, first, tails)
+        return self.count("resume", "true", *self.positions(live))
+
+    def resumed(self, live: Live, first: bool, tails: list[Page | None]) -> None:
+        """Change the model as a resume changed the request."""
         if first:
             self.recount.resumed_first(live.number, live.cache, live.forked, tails, live.model)
         else:
             self.recount.resumed += 1
-        partial = live.model.history % self.setup.size != 0 and live.number not in self.started
         self.started.add(live.number)
         live.model.status = "ACTIVE"
         self.rows(live)
         self.check_pages(live)
-        self.count("resume", "partial copy" if partial else "plain")
-        return self.count("resume", "true", *self.positions(live))
+        self.count("resume", "partial copy" if first and live.model.history % self.setup.size != 0 else "plain")
 
     def resize(self, live: Live, capacity: int, history: int, check: bool) -> str:
         model = live.model
@@ -173,7 +177,8 @@ class World(Scene):
         if is_end:
             model.committing = False
             model.ended = True
-        if self.setup.config.commit_min_snapshot or is_end:
+        config = self.setup.config
+        if is_end or (config.commit_min_snapshot and not config.snapshot_at_block_ends):
             model.settle_tail()
         self.rows(live)
         kind = "end" if is_end else "long" if count > self.setup.size else "one" if count == 1 else "short"
