@@ -193,6 +193,16 @@ def test_a_handle_that_is_dropped_takes_back_what_it_published() -> None:
             user.cache.resize(9)
 
 
+def test_the_slot_of_a_page_that_was_taken_back_is_used_again_by_the_request() -> None:
+    """Its page leaves the window, and no other request uses it: no cached page has to be dropped for that slot."""
+    with Rig(small(3, kinds=[(4, 0)]), engine=False) as rig:
+        cache = scheduled(rig, toks(0, 12)).cache
+        assert cache.resize(11, 8)
+        cache.stop_committing()
+        assert cache.resize(24, 20), cache.last_shortage
+        assert rig.probe(toks(0, 8)) == 8, "a cached page was dropped instead"
+
+
 def test_requests_that_build_on_each_other_are_lost_together() -> None:
     """The second publishes ahead on the first one's blocks, the third uses both; the first is aborted."""
     with Rig(small(16), engine=False) as rig:
