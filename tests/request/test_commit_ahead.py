@@ -123,6 +123,24 @@ def take_back_by_resize(cache: KVCache) -> None:
 ENDINGS = [take_back_by_close, take_back_by_suspend, take_back_by_resize]
 
 
+def test_another_stream_waits_for_the_step_that_computes_a_block() -> None:
+    """The history ends exactly where the block does."""
+    with Rig(small(16)) as rig:
+        first = scheduled(rig, toks(0, 4))
+        gate = rig.driver.gate(rig.stream)
+        queue(first, toks(0, 4))
+        first.cache.history_length = 4
+        stream = rig.new_stream()
+        second = rig.start(toks(0, 5), stream=stream)
+        assert second.tokens == toks(0, 4)
+        done: list[int] = []
+        rig.driver.launch(stream, lambda: done.append(1))
+        assert not done
+        gate.open()
+        second.check()
+        assert done
+
+
 @pytest.mark.parametrize("end", ENDINGS)
 @pytest.mark.parametrize("kinds", [("full",), FULL_AND_WINDOW, ((4, 0),)])
 def test_what_is_never_computed_leaves_the_tree_with_its_users(end: Callable[[KVCache], None], kinds: tuple[Kind, ...]) -> None:

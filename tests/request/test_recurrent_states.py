@@ -50,6 +50,13 @@ def test_nothing_committed_nothing_reused() -> None:
         assert rig.reused(toks(0, 64)) == 0
 
 
+def test_a_snapshot_of_one_token_of_a_block_can_be_reused() -> None:
+    """Its block is copied, since the request writes to its own one."""
+    with Rig(hybrid(8, 16)) as rig:
+        assert rig.start().advance(toks(0, 5))
+        assert rig.probe(toks(0, 6)) == 5
+
+
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_prefill_and_decode(schedule: str, window: int | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kv_cache_manager_v2 import KVCache, KVCacheError, LayerId
 from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.request.audit import check_everything
 from tests.storage.conftest import NewRig
 from tests.support.models import Kind, small
 from tests.support.rig import Rig, toks
@@ -70,6 +71,24 @@ def test_a_first_resume_whose_second_copy_is_refused() -> None:
         assert cache.num_committed_tokens == 6
         check_late_copies(rig, lambda: resume(rig, cache), 2)
         resume(rig, cache)
+
+
+def test_slots_stay_in_use_while_the_end_of_their_copies_is_unknown() -> None:
+    """The device refuses a copy, and then to record or to wait. The next call frees the slots."""
+    with Rig(small(16, kinds=KINDS), engine=False) as rig:
+        rig.seed(toks(0, 6))
+        cache = rig.create(toks(0, 7))
+        free = rig.counts().free
+        rig.driver.fail("copy", 2)
+        rig.driver.fail("record_event", 2, None)  # the first one is before the copies
+        rig.driver.fail("synchronize", times=None)
+        with pytest.raises(KVCacheError, match="injected"):
+            cache.resume(rig.stream)
+        check_everything(rig.manager.shared)
+        assert rig.counts().free < free
+        rig.driver.heal()
+        cache.close()
+        assert rig.counts().free == free
 
 
 def resume(rig: Rig, cache: KVCache) -> None:

@@ -148,6 +148,17 @@ def test_device_failure_restores_every_size(new_rig: NewRig, call: str, nth: int
     rig.expect(page, 2)
 
 
+def test_a_refused_resize_frees_what_another_group_has_grown_by(new_rig: NewRig) -> None:
+    """The second of two groups that grow is refused its memory."""
+    rig = new_rig([[8, 8, 16]], "g", ((1 << 20,), (1 << 19,), (1 << 18,)))
+    before = rig.driver.mapped_bytes
+    rig.driver.fail("map_chunk", 2)
+    with pytest.raises(KVCacheError):
+        resize_level(rig.hierarchy, 0, sizing_of(rig, 0, [4, 12, 24]))
+    rig.check()
+    assert rig.driver.mapped_bytes == before
+
+
 def test_all_levels_or_none(new_rig: NewRig) -> None:
     """The GPU cannot give up its held pages, so the host level is not touched either."""
     rig = new_rig([[4], [4]])
