@@ -352,8 +352,7 @@ class Request:
 
     def keep_beam(self, ordinal: int, beam: int, point: Point) -> None:
         """Keep only the given beam's pages of a committed block: they become beam 0's, those of the other beams are unlocked."""
-        if beam > 0:
-            self.exchange_pages(ordinal, beam)
+        self.exchange_pages(ordinal, beam)
         for table in self.tables[len(self.main_tables) :]:
             table.end_page(ordinal, True, point)
             table.row.set(ordinal, BAD_PAGE_INDEX)

@@ -68,10 +68,10 @@ def match_keys(tree: RadixTree, scope: ReuseScope, block_keys: list[bytes], back
     Blocks match as wholes. A match may end with a partial block, and nothing after one is considered.
     """
     num_lookup = tree.tokens_per_block * len(block_keys)
+    found = Match([], 0, num_lookup, 0, 0)
     root = tree.find_root(scope)
     if root is None:
-        return Match([], 0, num_lookup, 0, 0)
-    found = Match([], 0, num_lookup, 0, 0)
+        return found
     starts: list[list[Block]] = [[]]  # paths to start from; one more for each further block that shares a key
     while starts:
         search = _Search(tree, root, num_lookup)

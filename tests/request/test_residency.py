@@ -68,6 +68,15 @@ def test_pages_are_counted_by_layer_group_and_level(tmp_path: object) -> None:
         assert cache.pages_by_level == [[4, 0, 0], [2, 0, 0], [1, 0, 0]]
 
 
+def test_pages_held_until_their_commit_are_not_counted() -> None:
+    """They are stale: they lie between the sinks and the window."""
+    with Rig(small(16, kinds=["full", (4, 4)]), engine=False) as rig:
+        cache = rig.open()
+        assert cache.resize(16)
+        assert cache.resize(16, 16)
+        assert cache.pages_by_level == [[4], [2]]
+
+
 def loaded(cache: KVCache) -> bool:
     return cache.is_loaded
 
