@@ -134,9 +134,10 @@ def test_best_efforts_leave_host_memory_free() -> None:
     with Rig(model([attention(0, 512 * KIB)], tiers=tiers)) as rig:
         hierarchy = rig.manager.shared.hierarchy
         before = rig.manager.get_quota(HOST)
-        refused = resize_quota(hierarchy, HOST, 64 * MIB, True, GIB)
-        assert not refused
-        assert "must stay free" in refused.reason
+        for available in (0, GIB):
+            refused = resize_quota(hierarchy, HOST, 64 * MIB, True, available)
+            assert not refused
+            assert "must stay free" in refused.reason
         assert rig.manager.get_quota(HOST) == before
         assert resize_quota(hierarchy, HOST, 64 * MIB, True, GIB + 6 * MIB)
         assert rig.manager.get_quota(HOST) == before + 6 * MIB
