@@ -189,10 +189,10 @@ class Copier:
     def _fill(self, batch: CopyBatch, stream: Stream, staged: StagedCopy) -> None:
         """Fill a staging region. Segments from memory are then written to the file."""
         if batch.source.tier.by_file:
-            self._segments_from_file(batch, stream, staged)
+            self._segments_by_file(batch, stream, staged, False)
         else:
             self._segments_by_copy(batch, stream, staged.segments, False)
-            self._segments_to_file(batch, stream, staged)
+            self._segments_by_file(batch, stream, staged, True)
 
     def _empty(self, batch: CopyBatch, stream: Stream) -> None:
         """Empty the oldest filled region, in stream order."""
@@ -200,7 +200,7 @@ class Copier:
         self._wait_for_staged(stream, staged)
         if batch.source.tier.by_file:
             if batch.cell.tier.by_file:
-                self._segments_to_file(batch, stream, staged)
+                self._segments_by_file(batch, stream, staged, True)
                 self._wait_for_staged(stream, staged)
             else:
                 self._segments_by_copy(batch, stream, staged.segments, True)
@@ -274,36 +274,26 @@ class Copier:
                 cell.copier.to_memory(stream, first.pool, own, first.offset, first.nbytes, staged)
             beg = end
 
-    def _segments_from_file(self, batch: CopyBatch, stream: Stream, staged: StagedCopy) -> None:
+    def _segments_by_file(self, batch: CopyBatch, stream: Stream, staged: StagedCopy, to_file: bool) -> None:
+        """Queue transfers between a staging region and a file, with one driver call for each run of segments of one kind."""
+        cell = batch.cell if to_file else batch.source
+        slots = batch.slots if to_file else batch.source_slots
         segments = staged.segments
         beg = 0
         while beg < len(segments):
             first = segments[beg]
             end = end_of_alike(segments, beg)
             addresses = [segment.address for segment in segments[beg:end]]
-            arena = batch.source.arenas[first.pool]
-            offsets = addresses_of(arena, batch.source_slots, segments[beg:end])
+            arena = cell.arenas[first.pool]
+            offsets = addresses_of(arena, slots, segments[beg:end])
             gates: list[int] = []
             try:
-                self._driver.read_files(stream, arena.fd, offsets, addresses, first.nbytes, gates)
+                if to_file:
+                    self._driver.write_files(stream, arena.fd, offsets, addresses, first.nbytes, gates)
+                else:
+                    self._driver.read_files(stream, arena.fd, offsets, addresses, first.nbytes, gates)
             finally:
-                self._add_staged(batch, staged, gates, beg, False)
-            beg = end
-
-    def _segments_to_file(self, batch: CopyBatch, stream: Stream, staged: StagedCopy) -> None:
-        segments = staged.segments
-        beg = 0
-        while beg < len(segments):
-            first = segments[beg]
-            end = end_of_alike(segments, beg)
-            addresses = [segment.address for segment in segments[beg:end]]
-            arena = batch.cell.arenas[first.pool]
-            offsets = addresses_of(arena, batch.slots, segments[beg:end])
-            gates: list[int] = []
-            try:
-                self._driver.write_files(stream, arena.fd, offsets, addresses, first.nbytes, gates)
-            finally:
-                self._add_staged(batch, staged, gates, beg, True)
+                self._add_staged(batch, staged, gates, beg, to_file)
             beg = end
 
     # --- parts
