@@ -11,7 +11,8 @@ from mypy_extensions import mypyc_attr
 from kv_cache_manager_v2.arguments import WORD_LIMIT, IntBuffer, at_least, flag, instance, items_of, whole
 from kv_cache_manager_v2.batch_calls import requests_of
 from kv_cache_manager_v2.buffers import require_length, writable_integers
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.device.os_memory import available_bytes, format_bytes
+from kv_cache_manager_v2.errors import ConfigError, OutOfMemoryError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, GPU_LEVEL, INT32_MAX, LayerGroupId
 from kv_cache_manager_v2.kv_cache import KVCache
 from kv_cache_manager_v2.manager import KVCacheManager
@@ -54,6 +55,7 @@ class PlainBatchTables:
         self._arrays: list[object] = []
         views: list[memoryview[int]] = []
         if arrays is None:
+            _require_memory(rows * sum(widths) * (8 if wide else 4))
             for width in widths:
                 made = memoryview(array("q" if wide else "i", [0]) * (rows * width))
                 views.append(made)
@@ -162,6 +164,16 @@ class PlainBatchTables:
         if not 0 <= group < len(self._arrays):
             raise ConfigError(f"layer_group_id is {group}; this manager has {len(self._arrays)} layer groups")
         return LayerGroupId(group)
+
+
+def _require_memory(nbytes: int) -> None:
+    """Raise OutOfMemoryError for tables that are larger than the memory of the machine."""
+    there = available_bytes()
+    most = there if there >= 0 else 1 << 40
+    if nbytes > most:
+        raise OutOfMemoryError(
+            f"no memory for tables: max_requests and max_blocks make {format_bytes(nbytes)}; {format_bytes(most)} is available"
+        )
 
 
 def table_widths(manager: KVCacheManager, max_blocks: int) -> list[int]:

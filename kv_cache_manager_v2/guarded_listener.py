@@ -20,6 +20,7 @@ class GuardedListener(CacheListener):
     def __init__(self, listener: CacheListener) -> None:
         self._listener = listener
         self.telling = False  # the listener is being called: a call of the manager on this thread comes from the listener
+        self.keeps = False  # an interrupt is not raised yet: the call in progress is one of a batch
         self.num_errors = 0
         self._interrupt: BaseException | None = None  # the first interrupt that is not raised yet
 
@@ -74,7 +75,7 @@ class GuardedListener(CacheListener):
     def raise_interrupt(self) -> None:
         """Raise the interrupt that the listener raised, if any. Called at the end of each public call."""
         interrupt = self._interrupt
-        if interrupt is not None:
+        if interrupt is not None and not self.keeps:
             self._interrupt = None
             raise interrupt
 

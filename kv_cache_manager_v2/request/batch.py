@@ -15,7 +15,7 @@ from kv_cache_manager_v2.ids import NULL_POINT, Point
 from kv_cache_manager_v2.request import commit as committing
 from kv_cache_manager_v2.request import growth, publication
 from kv_cache_manager_v2.request.beams import choose_beams
-from kv_cache_manager_v2.request.call import Call
+from kv_cache_manager_v2.request.call import Call, CallsInOne
 from kv_cache_manager_v2.request.publication import check_settled
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, Request
 from kv_cache_manager_v2.reuse.tokens import TokenSequence, pack
@@ -107,7 +107,7 @@ def resize_all(requests: list[Request], capacities: list[object], histories: lis
     if count == 0:
         return 0
     position = 0
-    with requests[0].shared.lock:
+    with requests[0].shared.lock, CallsInOne(requests[0].shared):
         try:
             for position in range(count):
                 request = requests[position]
@@ -135,7 +135,7 @@ def resize_step(requests: list[Request], counts: list[object], first: int, out: 
     position = first
     if count == 0:
         return 0
-    with requests[0].shared.lock:
+    with requests[0].shared.lock, CallsInOne(requests[0].shared):
         try:
             while position < count:
                 request = requests[position]
@@ -162,7 +162,7 @@ def commit_all(requests: list[Request], tokens: list[object]) -> None:
     stream = requests[0].stream
     point = NULL_POINT  # end of the work on that stream: recorded once, since this call queues nothing there
     position = 0
-    with requests[0].shared.lock:
+    with requests[0].shared.lock, CallsInOne(requests[0].shared):
         try:
             for position in range(count):
                 request = requests[position]
@@ -193,7 +193,7 @@ def commit_ahead_all(requests: list[Request], tokens: list[object]) -> None:
     if count == 0:
         return
     position = 0
-    with requests[0].shared.lock:
+    with requests[0].shared.lock, CallsInOne(requests[0].shared):
         try:
             for position in range(count):
                 request = requests[position]

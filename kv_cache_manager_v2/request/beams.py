@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.request import publication
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.recurrent_state import RecurrentState
@@ -39,6 +40,10 @@ def set_width(request: Request, width: int) -> None:
     if any(table.scratch for table in request.tables):
         raise LogicError("beam_width cannot change while scratch slots are in use; finish the prefill first")
     publication.check_settled(request, "beam_width")
+    hierarchy = request.shared.hierarchy
+    most = min([hierarchy.total(GPU_LEVEL, table.pool_group) for table in request.tables])
+    if width > most:
+        raise ConfigError(f"beam_width is {width}; it must be at most {most}: each beam needs a GPU page of its own")
     if width > request.width:
         _widen(request, width)
     else:

@@ -83,6 +83,22 @@ class Call:
             _warn_of(self._closed)
 
 
+class CallsInOne:
+    """Calls of a batch, which are one call for the engine: an interrupt of a listener is raised when all are complete."""
+
+    def __init__(self, shared: ManagerState) -> None:
+        self._guard = shared.guard
+
+    def __enter__(self) -> None:
+        if self._guard is not None:
+            self._guard.keeps = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._guard is not None:
+            self._guard.keeps = False
+            self._guard.raise_interrupt()
+
+
 def look(shared: ManagerState, name: str) -> None:
     """Called before a question: settle file transfers that have ended, so that lost pages are not counted. The lock is held.
 

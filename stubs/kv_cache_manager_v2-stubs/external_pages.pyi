@@ -53,7 +53,8 @@ class ExternalGpuTierConfig(CacheTierConfig):
     """Level 0 with exactly `num_slots` pages in memory of the engine. The manager allocates nothing for them.
 
     All layer groups must have one page size. Without a `transfer` nothing is ever copied: there are no colder tiers, no matches
-    inside blocks and no snapshots; a fork inside a block and a further beam raise LogicError.
+    inside blocks and no snapshots; a fork inside a block and a further beam raise LogicError. `resize(0, slots * bytes of a
+    page)` of the manager follows memory that the engine has made larger or smaller.
     """
 
     quota: int = field(init=False)

@@ -151,3 +151,24 @@ def test_an_interrupt_in_a_listener_waits_for_the_end_of_the_call(every: int, in
         assert interrupts > 5
         assert rig.manager.poison_reason() is None
         listener.every = 1 << 30
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_interrupt_in_a_listener_waits_for_the_end_of_the_batch(every: int, interrupt: type[BaseException]) -> None:
+    """The end of a step is one call: each of its caches is committed, and then the interrupt goes on."""
+
+    def stop() -> None:
+        raise interrupt
+
+    listener = Faulty(1 << 30, stop)
+    with Rig(small(16), events=listener, engine=False) as rig:
+        caches = [rig.open() for _ in range(4)]
+        listener.every = every
+        with pytest.raises(interrupt), rig.manager.step(caches, 4) as step:
+            step.commit([toks(4 * i, 4 * i + 4) for i in range(4)])
+        assert [cache.num_committed_tokens for cache in caches] == [4] * 4
+        listener.every = 1 << 30
+        with rig.manager.step(caches, 4) as step:
+            step.commit([toks(4 * i, 4 * i + 4) for i in range(4)])
+        assert [cache.num_committed_tokens for cache in caches] == [8] * 4

@@ -285,6 +285,12 @@ def test_wrong_memory_is_refused(wrong: Any) -> None:
         PlainBatchTables(rig.manager, 3, 8, wrong)
 
 
+@pytest.mark.parametrize(("requests", "blocks"), [(2, 1 << 50), (1 << 50, 2), (1 << 62, 1 << 62)])
+def test_tables_larger_than_the_machine_are_refused_at_once(requests: int, blocks: int) -> None:
+    with Rig(small(32), engine=False) as rig, pytest.raises(OutOfMemoryError, match="max_blocks make"):
+        PlainBatchTables(rig.manager, requests, blocks)
+
+
 def test_entries_that_do_not_fit_are_refused() -> None:
     """With the layer group, before any row is written; a row of the caller's may be int64."""
     with Rig(small(32), engine=False) as rig:

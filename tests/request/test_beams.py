@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, KVCache, KVCacheError, OutOfPagesError
+from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, ConfigError, KVCache, KVCacheError, OutOfPagesError
 from tests.support.engine import Engine, Token
 from tests.support.models import Kind, hybrid, small
 from tests.support.rig import Request, Rig, toks
@@ -181,6 +181,8 @@ def test_a_width_that_does_not_fit() -> None:
         for width in (0, -1):
             with pytest.raises(KVCacheError):
                 request.cache.beam_width = width
+        with pytest.raises(ConfigError, match="it must be at most 4"):  # at once, also where no page is needed yet
+            rig.open().beam_width = 1 << 40
         request.suspend()
         with pytest.raises(KVCacheError):
             request.cache.beam_width = 2
