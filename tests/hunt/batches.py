@@ -98,7 +98,10 @@ class Batches(WholeManager):
     # --- tokens committed ahead
 
     def ahead(self) -> None:
-        """Pages, a commit, another request that matches it, and only then the step."""
+        """Pages, a commit, another request that matches it, and only then the step.
+
+        Not beside other threads: their requests would match it too, on streams of their own.
+        """
         request = self.pick(
             lambda r: (
                 r.active
@@ -109,7 +112,7 @@ class Batches(WholeManager):
                 and r.written == r.committed == r.history < (MAX_BLOCKS - 2) * self.tpb
             )
         )
-        if request is None or self.setup.scratch_rewind is not None or self.armed:
+        if request is None or self.setup.scratch_rewind is not None or self.armed or not self.alone:
             return
         count = self.rng.randrange(1, 2 * self.tpb + 1)
         tokens = [*request.prompt[:count], *self._tokens(count - len(request.prompt))]
@@ -176,7 +179,7 @@ class Batches(WholeManager):
         self.rng.shuffle(chosen)
         self.operations += len(chosen)
         counts = [min(most - r.written, self.rng.choice((1, 1, 1, self.tpb + 1))) for r in chosen]
-        ahead = self.rng.random() < 0.4
+        ahead = self.alone and self.rng.random() < 0.4
         taken = list(chosen)
         lengths = [r.written for r in chosen]
 

@@ -337,8 +337,11 @@ class Simulation:
         outcome = self.world.resize(live, capacity, history, self.check())
         self.note(f"step: resize {live.number} to {capacity}, {history}", outcome)
         if outcome != "true":
-            if random.random() < 0.5:
+            pick = random.random()
+            if pick < 0.4:
                 self.relieve(live)
+            elif pick < 0.55 and not (self.setup.faults or self.setup.scratch or live.lost):
+                self.asking(live, lambda policy: self.world.resize_asking(live, capacity, history, policy))
             return
         if can_commit_ahead(self.setup, model) and random.random() < 0.2:
             fresh = self.tokens(model.capacity - conduct.first_written(model))
@@ -351,7 +354,7 @@ class Simulation:
     def fork(self, live: Live) -> None:
         """Now and then so many forks that no slot is left for another state."""
         world = self.world
-        if not live.model.recurrent or self.setup.faults or self.random.random() > 0.1:
+        if not live.model.recurrent or self.random.random() > 0.2:
             self.note(f"fork {live.number}", world.fork(live, self.check()))
             return
         before = len(world.live)

@@ -33,7 +33,6 @@ class Own(MakeRoom):
     def __init__(self, world: StepWorld, choose: Callable[[int], int]) -> None:
         self.world = world
         self.choose = choose  # a number below its argument
-        self.suspended: list[Live] = []
 
     def make_room(self, asking: KVCache, shortage: Shortage, candidates: Sequence[KVCache]) -> bool:
         world = self.world
@@ -41,17 +40,15 @@ class Own(MakeRoom):
         others = [live for live in world.live if live.active and live.cache is not asking and not live.cache.state.lost]
         if not others:
             return False
-        if self.suspended and self.choose(3) == 0:
-            back = self.suspended.pop()
-            ready = back in world.live and not back.active and not back.cache.state.lost and not back.cache.state.counts_on
-            if ready and world.resume(back, 0, False) == "true":
-                world.count("policy", "resumes")
+        idle = [live for live in world.live if not live.active and live.cache is not asking and live.number in world.started]
+        ready = [live for live in idle if not live.cache.state.lost and not live.cache.state.counts_on]
+        if ready and self.choose(2) == 0 and world.resume(ready[self.choose(len(ready))], 0, False) == "true":
+            world.count("policy", "resumes")
         victim = others[self.choose(len(others))]
         if self.choose(4) == 0:
             world.close(victim)
         else:
             world.suspend(victim)
-            self.suspended.append(victim)
         return True
 
 
