@@ -107,7 +107,7 @@ class Step:
 
     @property
     def suspended(self) -> list[KVCache]:
-        """The caches of the step that the make-room policy suspended or closed."""
+        """The caches of the step that the make-room policy suspended or closed. Some may have got their new capacity before."""
         return [self._given[position] for position in self._suspended]
 
     # --- what a kernel takes

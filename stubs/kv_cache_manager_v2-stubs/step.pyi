@@ -51,7 +51,7 @@ class Step:
 
     @property
     def suspended(self) -> list[KVCache]:
-        """The caches of the step that the make-room policy suspended or closed."""
+        """The caches of the step that the make-room policy suspended or closed. Some may have got their new capacity before."""
 
     def slots_to_write(
         self,
