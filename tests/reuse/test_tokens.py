@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import sys
 from array import array
 from collections import deque
 from types import SimpleNamespace
@@ -159,6 +160,15 @@ def test_integers_beyond_every_word_are_refused() -> None:
         pack([0, 1 << 70])
     with pytest.raises(ConfigError, match="position 0 is -1180591620717411303424"):
         pack([-(1 << 70)])
+
+
+def test_buffers_of_64_bits_need_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    ids = [0, 5, (1 << 31) - 1]
+    assert pack(array("q", ids)).data == pack(ids).data
+    for values in ([5, -1], [5, 1 << 31], [5, (1 << 32) + 5], [0x01010101_00000005]):
+        with pytest.raises(ConfigError, match=f"position {len(values) - 1} is {values[-1]}"):
+            pack(array("q", values))
 
 
 def test_the_range_of_a_buffer_may_be_checked_later() -> None:
