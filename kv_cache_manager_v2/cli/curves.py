@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from itertools import accumulate, pairwise
+from math import gcd, log, sqrt
 
 from kv_cache_manager_v2.cli.layers import Layers
 from kv_cache_manager_v2.cli.trace_lines import TraceRecord
@@ -67,7 +68,11 @@ def exact_curve(requests: Requests, tokens_per_block: int) -> HitCurve:
 def simulated_curve(
     requests: Requests, layers: Layers, tokens_per_block: int, num_sizes: int, progress: Callable[[int], None]
 ) -> HitCurve:
-    """The curve of several kinds of layers, simulated at `num_sizes` sizes up to what the trace can use."""
+    """The curve of several kinds of layers, simulated at `num_sizes` sizes up to what the trace can use.
+
+    After the first few, each size lies in the widest gap of what is known. A size that finds less than a smaller one counts as
+    much as that one: the curve only rises.
+    """
     windowed = next((kind for kind in layers.kinds if kind.window is not None), None)
     mix = LayerMix(
         any(kind.window is None and not kind.recurrent for kind in layers.kinds),
@@ -82,13 +87,25 @@ def simulated_curve(
         return sum(hits[requests.num_uncounted :]), -(-cache.most_used // mix.num_kinds)
 
     ceiling, most = simulate(UNLIMITED)
-    progress(1)
-    sizes, hit_tokens = [0], [0]
-    for done, size in enumerate(spread(most, num_sizes)[:-1], start=2):
-        sizes.append(size)
-        hit_tokens.append(max(hit_tokens[-1], min(ceiling, simulate(size)[0])))  # the curve only rises
-        progress(done)
-    return HitCurve([*sizes, most], [*hit_tokens, ceiling], requests.counted_tokens, False)
+    hits = {0: 0, most: ceiling}
+    for size in spread(most, min(5, num_sizes))[:-1]:
+        hits[size] = simulate(size)[0]
+        progress(len(hits) - 1)
+    while len(hits) <= num_sizes:
+        gaps = [(_uncertainty(hits, left, right), left, right) for left, right in pairwise(sorted(hits)) if right - left > 1]
+        worst, left, right = max(gaps, default=(0.0, 0, 0))
+        if worst <= 0:
+            break
+        middle = min(right - 1, max(left + 1, round(sqrt(left * right))))
+        hits[middle] = simulate(middle)[0]
+        progress(len(hits) - 1)
+    sizes = sorted(hits)
+    return HitCurve(sizes, list(accumulate((hits[size] for size in sizes), max)), requests.counted_tokens, False)
+
+
+def _uncertainty(hits: dict[int, int], left: int, right: int) -> float:
+    """How much of the curve lies between two neighbouring sizes: their hits apart, times their logarithms apart."""
+    return (hits[right] - hits[left]) * log(right / max(left, 1))
 
 
 def best_at(requests: Requests, sizes: Sequence[int], progress: Callable[[int], None]) -> list[int]:

@@ -26,6 +26,7 @@ GREY: Final = "#666666"
 TIER_COLORS: Final = {"gpu": BLUE, "host": ORANGE, "disk": GREEN}
 FATE_COLORS: Final = {("gpu", "host"): ORANGE, ("gpu", "disk"): VERMILION, ("host", "disk"): GREEN}  # of pages that moved
 LINES: Final = ("-", "--", "-.")  # by level: colours are never the only difference
+OVER_TIME: Final = "requests admitted"
 HATCHES: Final = ("", "//", "..", "xx")
 
 
@@ -116,7 +117,7 @@ def draw_replay(report: dict[str, Any], recorder: Recorder, page_bytes: float | 
     for level, name in enumerate(tiers):
         occupied = [100 * sample.occupied[level] for sample in samples]
         occupancy.plot(requests, occupied, color=TIER_COLORS[name], linewidth=2, linestyle=LINES[level], label=name)
-    _finish(occupancy, "Slots that have a page", "%", "requests admitted", "lower right")
+    _finish(occupancy, "Slots that have a page", "% of the slots", OVER_TIME, "lower right")
     occupancy.set_ylim(0, 105)
     _draw_moves(moves, tiers, requests, before, samples, page_bytes)
     _draw_ages(ages, recorder)
@@ -142,7 +143,7 @@ def _draw_hits(axes: Axes, tiers: list[str], requests: list[int], before: list[S
         area.set_linewidth(0)
     top = max(max(sum(row) for row in zip(*shares, strict=True)), 1.0)
     axes.set_ylim(0, min(130.0, 1.25 * top))
-    _finish(axes, "Prompt tokens found, by tier", "% of the prompt tokens of an interval", "requests admitted")
+    _finish(axes, "Prompt tokens found, by tier", "% of the prompt tokens of an interval", OVER_TIME)
 
 
 def _draw_moves(
@@ -162,7 +163,7 @@ def _draw_moves(
             color = TIER_COLORS[tiers[max(source, target)]]
             axes.plot(requests, rates, color=color, linewidth=2, linestyle=line, label=f"{source_name} to {target_name}")
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-    _finish(axes, "Moved between tiers", "pages per request" if page_bytes is None else "MiB per request", "requests admitted")
+    _finish(axes, "Moved between tiers", "pages per request" if page_bytes is None else "MiB per request", OVER_TIME)
 
 
 def _draw_ages(axes: Axes, recorder: Recorder) -> None:
@@ -177,6 +178,7 @@ def _draw_ages(axes: Axes, recorder: Recorder) -> None:
     labels = ["0" if step == 0 else f"{1 << (step - 1):,}" for step in range(steps)]
     axes.set_xticks(range(steps), labels)
     axes.set_xlim(first - 0.6, steps - 0.4)
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the legend
     _finish(axes, "Evictions by age", "pages", "requests since the last use of the block: at least")
 
 
@@ -187,6 +189,8 @@ def _finish(axes: Axes, title: str, unit: str, across: str, place: str = "upper 
     axes.set_xlabel(across)
     axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,g}")
     axes.grid(visible=True, axis="y", color="#DDDDDD")
+    if across == OVER_TIME:
+        axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,g}")
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc=place, ncols=2, framealpha=0.9, edgecolor="white")

@@ -19,7 +19,7 @@ from kv_cache_manager_v2.cli.pictures import FORMATS, draw_plan, require_matplot
 from kv_cache_manager_v2.cli.plan_report import Plan, make_report, to_table
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import to_json
-from kv_cache_manager_v2.cli.streams import ReportOutput
+from kv_cache_manager_v2.cli.streams import ReportOutput, tell
 from kv_cache_manager_v2.cli.terminal_plot import require_rich, to_bars
 from kv_cache_manager_v2.cli.traces import STDIN, Trace
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
@@ -32,10 +32,10 @@ request after the other. Marks the sizes that reach 50, 80, 90 and 95 % of what 
 knee, after which more memory pays less than on average up to the ceiling. Answers how much memory a hit ratio needs, and what a
 budget finds."""
 EPILOG: Final = """\
-With full attention the curve is exact at every size. With other layers it is simulated at --points sizes, each exactly, and
-interpolated between them, since what such a request computes depends on what it finds. Colder tiers hold what has left the
-warmer ones, so tiers together find what one tier of their total size finds. A request longer than the cache finds its first blocks
-here; kvcm replay skips it. Sizes are given in blocks, or in GiB with --bytes-per-token, as in kvcm replay."""
+With full attention the curve is exact at every size. With other layers it is simulated at --points sizes, and interpolated
+between them, since what such a request computes depends on what it finds. Colder tiers hold what has left the warmer ones, so tiers
+together find what one tier of their total size finds. A request longer than the cache finds its first blocks in the exact curve;
+kvcm replay skips it. Sizes are given in blocks, or in GiB with --bytes-per-token, as in kvcm replay."""
 
 
 def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
@@ -136,10 +136,15 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
     shared.note_lost_snapshots(layers, options.tokens_per_block)
     started = time.perf_counter()
     units = Units.of(trace.block_size, options.tokens_per_block, whole_blocks=layers != FULL)
+    if layers.snapshot_every is not None and units.units_per_block > 1:
+        tell(
+            f"kvcm: note: states within a block are not simulated, and blocks of {options.tokens_per_block} tokens are not ids of "
+            f"{trace.block_size}: the hit ratios may be a few percent too low; give --tokens-per-block a divisor of that"
+        )
     requests = Requests(trace.records, units, int(len(trace.records) * options.warm_up))
     curve = _curve(options, layers, requests)
     seconds = time.perf_counter() - started
-    sizes = spread(curve.ceiling_size, options.points)
+    sizes = spread(curve.ceiling_size, options.points) if curve.exact else curve.sizes[1:]
     best: list[int] = []
     if BEST in options.policies:
         with progress_bar("best possible", len(sizes)) as progress:

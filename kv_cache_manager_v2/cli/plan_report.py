@@ -135,7 +135,7 @@ def to_table(report: dict[str, Any]) -> str:
             ("prompt tokens counted", number(report["counted_tokens"])),
             ("malformed lines skipped", number(report["bad_lines"])),
             *[(f"  line {bad['line']}", bad["reason"]) for bad in report["bad_line_reasons"]],
-            ("longest prompt", f"{number(report['longest_prompt_blocks'])} blocks"),
+            ("longest prompt", f"{number(report['longest_prompt_blocks'])} blocks: what a GPU tier has to hold at least"),
             ("curve", f"{curve}, in {report['seconds']:.2f} seconds ({report['build']})"),
         ]
     )

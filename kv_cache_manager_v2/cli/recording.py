@@ -55,6 +55,8 @@ class Recorder(CacheListener):
         before = self.samples[-1].admitted if self.samples else 0
         if admitted == before or (admitted < before + self._every and not last):
             return
+        if last and len(self.samples) > 1 and admitted < before + self._every:
+            del self.samples[-1]  # the last interval is longer than the others, not shorter
         levels = range(len(self._tier_names))
         occupied: list[float] = []
         for level in levels:

@@ -58,10 +58,11 @@ class HitCurve:
     def knee(self) -> int:
         """The size in blocks after which more memory pays less than on average up to the ceiling.
 
-        There the share of the ceiling's hits exceeds the share of the ceiling's size by most.
+        There the share of the ceiling's hits exceeds the share of the ceiling's size by most. If it never does, the knee is the
+        ceiling's size.
         """
-        most, size_of_most = 0, 0
         full, ceiling = self.ceiling_size, self.ceiling
+        most, size_of_most = 0, full
         for size, hit_tokens in zip(self.sizes, self.hit_tokens, strict=True):
             excess = hit_tokens * full - size * ceiling
             if excess > most:

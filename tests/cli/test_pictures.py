@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_a_recorder_counts_what_the_manager_counts() -> None:
     assert sum(recorder.ages["gpu to host"]) == outcome.pages_moved[0][1] > 0
     assert sum(recorder.ages["dropped"]) == sum(outcome.pages_dropped) > 0
     samples = recorder.samples
-    assert [sample.admitted for sample in samples] == sorted({sample.admitted for sample in samples})
+    admitted = [0, *(sample.admitted for sample in samples)]
+    assert all(1 <= now - then <= 2 for then, now in pairwise(admitted))
     assert (samples[-1].admitted, samples[-1].hit_tokens) == (90, outcome.hit_tokens_by_level)
     assert samples[-1].occupied == [1.0, 1.0]
     assert samples[0].occupied[0] < 1
@@ -56,14 +58,13 @@ def test_the_age_of_a_page_is_the_number_of_requests_since_its_use() -> None:
     assert recorder.ages == {"gpu to host": [0, 0, 0, 3]}
 
 
-@pytest.mark.parametrize("name", ["picture.svg", "picture.PNG"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        ["plan", "--policies", "lru,best", "--gpu-blocks", "30"],
-        ["plan", "--bytes-per-token", "1000000", "--layers", "full+ssm", "--points", "4"],
-        ["replay", "--gpu-blocks", "60", "--host-blocks", "40", "--bytes-per-token", "1000000"],
-        ["replay"],
+        ("a.svg", ["plan", "--policies", "lru,best", "--gpu-blocks", "30"]),
+        ("a.svg", ["plan", "--bytes-per-token", "1000000", "--layers", "full+ssm", "--points", "4"]),
+        ("a.PNG", ["replay", "--gpu-blocks", "60", "--host-blocks", "40", "--bytes-per-token", "1000000"]),
+        ("a.svg", ["replay"]),
     ],
 )
 def test_a_picture_is_drawn_where_matplotlib_is_installed(trace: str, tmp_path: Path, name: str, options: list[str]) -> None:

@@ -62,6 +62,11 @@ def test_it_agrees_with_replays_of_the_manager(
     assert report["counted_tokens"] == unlimited["total_tokens"]
 
 
+def test_states_within_blocks_are_a_note(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    assert main(["plan", trace, "--tokens-per-block", "64", "--layers", "full+ssm", "--snapshot-every", "64", "--points", "2"]) == 0
+    assert capsys.readouterr().err.startswith("kvcm: note: states within a block are not simulated, and blocks of 64 tokens")
+
+
 def test_marks_targets_and_budgets_are_on_the_curve(capsys: pytest.CaptureFixture[str], trace: str) -> None:
     options = ["--tokens-per-block", 8, "--bytes-per-token", 1 << 20, "--warm-up", 0.25]
     report = plan(capsys, trace, *options, "--target-hit", "0.25,0.99", "--budget-gib", "0.5,1")
