@@ -115,8 +115,8 @@ class _Mapping:
 class AddressSpace:
     """All memory that the emulated device knows. A call that raises has changed nothing.
 
-    That holds for an interrupt too, since each call ends with assignments and deletions between which no other call comes. An
-    interrupt that comes later finds the call done.
+    An interrupted call has changed nothing either, or is complete: it ends with assignments and deletions, with no other call
+    between them.
     """
 
     def __init__(self, granularity: int) -> None:

@@ -184,7 +184,7 @@ class _Change:
         self.blocks = -(-capacity // request.tokens_per_block)
         self.spans = scratch.spans(request, history, capacity)
         self.leaving = leaving_windows(request, history)
-        self._leaving_windows = len(self.leaving)  # so many of them, from the front, leave a window
+        self._leaving_windows = len(self.leaving)  # this many of them, from the front, leave a window
         self._add_blocks_in_scratch()
         self.reused_scratch: list[Page] = []  # scratch slots that are no longer needed and that new blocks use
         self.need = scratch.missing(request, self.spans)

@@ -1,4 +1,4 @@
-"""How large the tiers are made: exactly the blocks that were asked for, in pages as small as can be."""
+"""The sizes of tiers: exactly the number of blocks asked for, in the smallest possible pages."""
 
 from __future__ import annotations
 

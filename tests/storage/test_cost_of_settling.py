@@ -16,7 +16,7 @@ ENDING = 8
 
 
 def costs(count: int, directory: Path) -> list[tuple[int, int]]:
-    """What settling costs beside so many reads that hang, in driver calls and Python calls.
+    """The cost of settling beside this many hanging reads, in driver calls and Python calls.
 
     First nothing has changed; then some have ended; then their streams have passed them.
     """
