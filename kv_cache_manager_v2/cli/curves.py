@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd, log, sqrt
+from typing import Final
 
 from kv_cache_manager_v2.cli.layers import Layers
 from kv_cache_manager_v2.cli.trace_lines import TraceRecord
@@ -15,7 +16,12 @@ from kv_cache_manager_v2.planning.lru_curve import LruCurve
 from kv_cache_manager_v2.planning.page_cache import LayerMix, PageCache
 from kv_cache_manager_v2.planning.prefix_tree import PrefixTree
 
-UNLIMITED = 1 << 48  # blocks
+UNLIMITED: Final = 1 << 48  # blocks
+MAX_UNITS: Final = 1 << 26  # of all prompts: their paths take a few GiB then
+
+
+class PlanSizeError(Exception):
+    """The paths of a trace's prompts do not fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,12 @@ class Requests:
     """The requests of a trace as paths of prefixes. The first `num_uncounted` only fill the cache."""
 
     def __init__(self, records: Sequence[TraceRecord], units: Units, num_uncounted: int) -> None:
+        total = sum(-(-record.input_length // units.tokens) for record in records)
+        if total > MAX_UNITS:
+            raise PlanSizeError(
+                f"the prompts have {total:,} parts of {units.tokens} tokens, the longest that ids and blocks are made of, and "
+                f"{MAX_UNITS:,} is the most; choose another --tokens-per-block, or use less of the trace with --max-records"
+            )
         tree = PrefixTree(units.units_per_id)
         self.units = units
         self.lengths = [record.input_length for record in records]

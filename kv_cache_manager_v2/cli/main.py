@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 from kv_cache_manager_v2.build import COMPILED, VERSION
 from kv_cache_manager_v2.cli import plan, replay
 from kv_cache_manager_v2.cli.contents import TokenRangeError
+from kv_cache_manager_v2.cli.curves import PlanSizeError
 from kv_cache_manager_v2.cli.streams import OutputError, drop_output, fill_closed_streams, flush_output, tell
 from kv_cache_manager_v2.cli.traces import TraceError
 from kv_cache_manager_v2.errors import KVCacheError
@@ -60,7 +61,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         passed = options.run(options)
     except SystemExit as exit_request:  # argparse has printed the help or an error
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_USAGE
-    except (TraceError, TokenRangeError, OutputError, KVCacheError) as error:
+    except (TraceError, TokenRangeError, PlanSizeError, OutputError, KVCacheError) as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of standard output has closed it, as `head` does
         drop_output()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_cache_manager_v2.cli.main import main
-from tests.cli.helpers import make_prompts, write_trace
+from tests.cli.helpers import Prompt, make_prompts, write_trace
 from tests.cli.test_layers import arguments_of
 from tests.cli.test_replay import BLOCK, replay
 
@@ -65,6 +65,19 @@ def test_it_agrees_with_replays_of_the_manager(
 def test_states_within_blocks_are_a_note(capsys: pytest.CaptureFixture[str], trace: str) -> None:
     assert main(["plan", trace, "--tokens-per-block", "64", "--layers", "full+ssm", "--snapshot-every", "64", "--points", "2"]) == 0
     assert capsys.readouterr().err.startswith("kvcm: note: states within a block are not simulated, and blocks of 64 tokens")
+
+
+@pytest.mark.parametrize("options", [["--tokens-per-block", "7"], ["--layers", "full+window", "--tokens-per-block", "1"]])
+def test_paths_that_do_not_fit_in_memory_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
+) -> None:
+    """A block that divides no id, or small blocks of layers that are simulated, make long paths."""
+    huge = 1 << 40
+    path = write_trace(tmp_path / "huge", [Prompt(huge, (1,), 0)])
+    assert main(["plan", path, "--trace-block-size", str(huge), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvcm: error: the prompts have 1,099,511,627,776 parts of 1 tokens")
+    assert error.count("\n") == 1
 
 
 def test_marks_targets_and_budgets_are_on_the_curve(capsys: pytest.CaptureFixture[str], trace: str) -> None:

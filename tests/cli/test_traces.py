@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -165,6 +166,16 @@ def test_a_csv_of_ones_own_has_named_columns(tmp_path: Path) -> None:
     trace = read_trace(str(path))
     assert trace.records == [TraceRecord(9, 0, [0, 1, 2], 1.5, "s1", False), TraceRecord(10, 0, [0, 1, 3], 2.0, "s1", True)]
     assert trace.description == "csv, ids of 4 tokens, the last id may be a partly filled block, 1 sessions"
+
+
+def test_the_example_of_the_documentation_is_read(tmp_path: Path) -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
+    found = re.search(r"looks like this:\n\n((?:    .*\n)+)", document)
+    assert found is not None
+    path = tmp_path / "trace.csv"
+    path.write_text(found.group(1))
+    trace = read_trace(str(path))
+    assert (trace.trace_format, trace.block_size, len(trace.records)) == ("csv", 512, 2)
 
 
 @pytest.mark.parametrize(
