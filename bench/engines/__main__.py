@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from bench.builds import PACKAGE_FOLDER, ROOT, WorkerFailedError, is_built
+from bench.builds import BUILD_VARIABLE, PACKAGE_FOLDER, ROOT, WorkerFailedError, is_built
 from bench.clock import Clock
 from bench.engines import ARMS
 from bench.machine import describe
@@ -44,7 +44,7 @@ def run_worker(part: str, arguments: list[str]) -> dict[str, Any]:
     command = [str(ENVIRONMENT.python), "-m", "bench.engines.worker", part, "--output", str(output), *arguments]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
+        env={**os.environ, BUILD_VARIABLE: "compiled", "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
         cwd=ENVIRONMENT.home,
         capture_output=True,
         text=True,

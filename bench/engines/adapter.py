@@ -73,13 +73,13 @@ class NoBlocks(Blocks):
 class Record:
     """A request that has pages."""
 
-    __slots__ = ("cache", "capacity", "committed", "due", "tokens")
+    __slots__ = ("blocks", "cache", "committed", "due", "history", "tokens")
 
     def __init__(self, cache: kvcm.KVCache, tokens: array[int]) -> None:
         self.cache = cache
         self.tokens = tokens  # those known at admission
-        self.capacity = 0  # as in the cache: pages for so many tokens
-        self.committed = cache.num_committed_tokens
+        self.blocks = cache.num_blocks
+        self.committed = self.history = cache.num_committed_tokens
         self.due = 0  # a step up to fewer tokens needs nothing of the manager
 
 
@@ -183,15 +183,14 @@ class VllmCacheManager:
         if fits and full_sequence_must_fit:
             full = min(request.num_tokens, self.max_model_len)
             fits = watermark + self._missing(full, num_new_computed_tokens, capped=True) <= self._num_free()
-        if not (fits and cache.resume(self._stream) and cache.resize(need)):
+        if not (fits and cache.resume(self._stream) and cache.resize(-(-need // self.block_size) * self.block_size)):
             cache.close()
             return None
         record = self._records[request.request_id] = Record(cache, self._tokens(request))
         del self._waiting[request.request_id]
-        record.capacity = need
         self._publish(record, request, min(end, request.num_tokens))
         self._set_due(record)
-        return self._blocks(record, 0)
+        return self._new_blocks(record, 0)
 
     def _missing(self, tokens: int, cached: int, capped: bool = False) -> int:
         """Blocks of all layer groups that a new request takes for so many tokens, of which some are cached."""
@@ -206,21 +205,22 @@ class VllmCacheManager:
     def _grow(self, record: Record, request: Request, end: int, lookahead: int) -> Blocks | None:
         """`allocate_slots` where a block begins, is full, or leaves a window."""
         cache = record.cache
-        history = max(request.num_computed_tokens - request.num_in_flight_tokens, cache.history_length)
-        need = max(min(end + lookahead, self.max_model_len), record.capacity)
-        known = cache.num_blocks
-        if not cache.resize(need, history):
-            return None
-        record.capacity = need
+        known = record.blocks
+        need = max(-(-min(end + lookahead, self.max_model_len) // self.block_size), known)
+        if need > known or self._windows:
+            record.history = max(request.num_computed_tokens - request.num_in_flight_tokens, record.history)
+            if not cache.resize(need * self.block_size, record.history):
+                return None
+            record.blocks = need
         self._publish(record, request, min(end, request.num_tokens))
         self._set_due(record)
-        return self._blocks(record, known) if cache.num_blocks > known else self.empty_kv_cache_blocks
+        return self._new_blocks(record, known) if need > known else self.empty_kv_cache_blocks
 
     def _publish(self, record: Record, request: Request, end: int) -> None:
         """Commit the blocks that are full at `end`, before they are computed."""
-        end -= end % self.block_size
         begin = record.committed
-        if end > begin:
+        if end >= begin + self.block_size:
+            end -= end % self.block_size
             tokens = record.tokens
             record.cache.commit_ahead(memoryview(tokens)[begin:end] if end <= len(tokens) else request._all_token_ids[begin:end])
             record.committed = end
@@ -228,14 +228,12 @@ class VllmCacheManager:
     def _set_due(self, record: Record) -> None:
         """Compute the end of the next step for which the manager has work."""
         size = self.block_size
-        due = min(record.committed + size, -(-record.capacity // size) * size + 1)
-        history = record.cache.history_length
+        due = min(record.committed + size, record.blocks * size + 1)
         for window in self._windows:  # the next history at which a block leaves it, plus the one token of a decode step
-            left = max(history + 1 - window, 0) // size
-            due = min(due, (left + 1) * size + window)
+            due = min(due, (max(record.history + 1 - window, 0) // size + 1) * size + window)
         record.due = due
 
-    def _blocks(self, record: Record, first: int) -> Blocks:
+    def _new_blocks(self, record: Record, first: int) -> Blocks:
         """The ids of a request's blocks from one on."""
         rows = [record.cache.get_base_page_indices(group) for group in self._groups]
         return Blocks(tuple([[index + 1 for index in row[first:]] for row in rows]))
@@ -257,7 +255,7 @@ class VllmCacheManager:
         if record is None:
             return
         computed = min(request.num_computed_tokens, record.committed)
-        if computed > record.cache.history_length:
+        if computed > record.history:
             record.cache.resize(None, computed)
         record.cache.close()
 
@@ -295,7 +293,7 @@ class VllmCacheManager:
 
     def get_blocks(self, request_id: str) -> Blocks:
         record = self._records.get(request_id)
-        return self.empty_kv_cache_blocks if record is None else self._blocks(record, 0)
+        return self.empty_kv_cache_blocks if record is None else self._new_blocks(record, 0)
 
     def estimate_cached_tokens(self, request: Request) -> int:
         record = self._records.get(request.request_id)

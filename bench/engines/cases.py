@@ -40,7 +40,7 @@ def checks(quick: bool) -> list[Case]:
     if quick:
         return cases[::7]
     for tight in (False, True):
-        setup = Setup(4096 if tight else 16384, max_running=1024, max_step_tokens=2048 if tight else 8192)
+        setup = Setup(2560 if tight else 16384, max_running=1024, max_step_tokens=2048 if tight else 8192)
         cases.append(Case(f"1,310 requests, full{', pressure' if tight else ''}", setup, workloads.large, tight))
     return cases
 

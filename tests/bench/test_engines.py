@@ -92,6 +92,9 @@ def test_blocks_are_found_in_the_step_that_computes_them(windows: tuple[int, ...
     assert admit(manager, Request("d", list(range(8))), 8)[0] == 4
     assert admit(manager, Request("e", list(range(9)), skip_reading_prefix_cache=True), 9)[0] == 0
     assert ids(manager.get_blocks("a")) == own
+    for token in range(9, 13):
+        assert step(manager, first, [token]) is not None
+    assert manager.get_computed_blocks(Request("f", list(range(13))))[1] == 12
 
 
 def test_without_room_nothing_changes() -> None:
