@@ -41,7 +41,8 @@ def set_width(request: Request, width: int) -> None:
         raise LogicError("beam_width cannot change while scratch slots are in use; finish the prefill first")
     publication.check_settled(request, "beam_width")
     hierarchy = request.shared.hierarchy
-    most = min([hierarchy.total(GPU_LEVEL, table.pool_group) for table in request.tables])
+    groups = [table.pool_group for table in request.tables] + [state.pool_group for state in request.recurrent_states()]
+    most = min([hierarchy.total(GPU_LEVEL, group) for group in groups])
     if width > most:
         raise ConfigError(f"beam_width is {width}; it must be at most {most}: each beam needs a GPU page of its own")
     if width > request.width:

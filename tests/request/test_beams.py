@@ -9,7 +9,7 @@ import pytest
 
 from kv_cache_manager_v2 import BAD_PAGE_INDEX, BeamIndex, ConfigError, KVCache, KVCacheError, OutOfPagesError
 from tests.support.engine import Engine, Token
-from tests.support.models import Kind, hybrid, small
+from tests.support.models import GRAIN, Kind, hybrid, model, small, ssm
 from tests.support.rig import Request, Rig, toks
 
 
@@ -193,6 +193,17 @@ def test_a_width_that_does_not_fit() -> None:
 
 
 # --- forks
+
+
+def test_a_model_of_recurrent_layers_only_may_be_widened() -> None:
+    """Each beam needs a state of its own, and there are so many."""
+    with Rig(model([ssm(0, GRAIN // 4)], gpu=GRAIN, max_util=1.0), engine=False) as rig:
+        cache = rig.open()
+        assert cache.resize(8)
+        with pytest.raises(ConfigError, match="it must be at most 4"):
+            cache.beam_width = 5
+        cache.beam_width = 4
+        assert len({cache.get_ssm_block_base_index(0, beam) for beam in range(4)}) == 4
 
 
 @pytest.mark.parametrize("first_closed", ["parent", "child"])

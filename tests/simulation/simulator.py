@@ -275,7 +275,9 @@ class Simulation:
         elif pick < 0.86:
             group = random.randrange(len(self.setup.kinds))
             beam = random.randrange(model.width)
-            if random.random() < 0.4:
+            if live.buffers and random.random() < 0.5:
+                self.note(f"index buffer {live.number}", world.attach(live, *random.choice(list(live.buffers))))
+            elif random.random() < 0.4:
                 self.note(f"batch table {live.number}", world.table(live))
             elif not self.setup.kinds[group].recurrent:
                 self.note(f"index buffer {live.number}", world.attach(live, group, beam))

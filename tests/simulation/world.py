@@ -302,8 +302,11 @@ class World(Scene):
         way = "widen" if width > model.width else "narrow"
         try:
             failure, _result = self.attempt(live, "beam width", lambda: setattr(live.cache, "beam_width", width))
-        except OutOfPagesError:
+        except (OutOfPagesError, ConfigError) as error:
+            hierarchy = self.inside.hierarchy
+            possible = width <= min(hierarchy.total(0, group) for group in range(hierarchy.num_groups))
             assert way == "widen"
+            assert not (possible and type(error) is ConfigError), "a beam width was refused that the GPU could have"  # noqa: PT017
             assert before is None or before == self.fingerprint(live), "widening without room changed something"
             return self.count("beam width", "no room")
         if failure:
