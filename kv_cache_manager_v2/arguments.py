@@ -14,13 +14,14 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
 from typing import Any, Final, NoReturn, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import UNSIGNED_64_LIMIT, PageIndexMode
 
+SEQUENCE_LIMIT: Final = 1 << 31  # items: positions fit int32
 WORD_LIMIT: Final = 1 << 63  # lengths, sizes and addresses stay below: nothing that large can be, and machines count in words
 LONGEST_SHOWN: Final = 200  # characters of a value in a message
 
@@ -276,6 +277,16 @@ def page_index_mode_or_none(value: object, name: str) -> PageIndexMode | None:
 # --- several values
 
 
+def require_readable(values: object, name: str) -> None:
+    """Raise ConfigError for a sequence of 2**31 items or more, such as a `range`: to read it would take all memory."""
+    try:
+        short = not isinstance(values, Sized) or len(values) < SEQUENCE_LIMIT
+    except OverflowError:  # of `len()` itself
+        short = False
+    if not short:
+        raise ConfigError(f"{name} has 2**31 items or more; no request has so many positions")
+
+
 def items_of(values: object, name: str, what: str) -> list[object]:
     """The items of a sequence (list, tuple, array, numpy's and torch's too), as a list; a list as it is. Neither a string nor
     something that can be read only once is one. `what` says in the plural what its items must be."""
@@ -284,6 +295,7 @@ def items_of(values: object, name: str, what: str) -> list[object]:
     if isinstance(values, tuple):
         return list(values)
     if not isinstance(values, (str, bytes, bytearray, memoryview)):
+        require_readable(values, name)
         tolist = getattr(values, "tolist", None)
         items: object = tolist() if callable(tolist) else list(values) if isinstance(values, Sequence) else None
         if isinstance(items, list):
@@ -296,6 +308,7 @@ def each_of(values: object, name: str, what: str) -> list[object]:
     if isinstance(values, (list, tuple)):
         return list(values)
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, bytearray, memoryview)):
+        require_readable(values, name)
         return list(values)
     raise ConfigError(f"{name} is {shown(values)}; it must be an iterable of {what}")
 

@@ -164,7 +164,7 @@ def judge(shared: ManagerState, error: BaseException | None) -> None:
     cause = f"{shared.running} was left by {what}"
     try:
         check_everything(shared)
-    except MemoryError:
+    except (MemoryError, RecursionError):
         return
     except Exception as found:
         shared.corrupt(f"{cause}; its audit found {type(found).__name__}: {found}")
@@ -180,7 +180,7 @@ def _admit(shared: ManagerState, name: str) -> None:
         judge(shared, None)
         if shared.running:
             raise OutOfMemoryError(
-                f"{name}: an exception left {shared.running}, and there is not enough memory for the audit; try again"
+                f"{name}: an exception left {shared.running}, and there is not enough memory or stack for the audit; try again"
             )
     if shared.poison:
         raise CorruptedError(f"{name}: this manager is poisoned: {shared.poison}; shut it down and make another one")

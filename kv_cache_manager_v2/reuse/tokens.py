@@ -21,7 +21,7 @@ from typing import Any, Final, SupportsIndex, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import IntBuffer, at_least, given, is_bool, octets, shown, text
+from kv_cache_manager_v2.arguments import IntBuffer, at_least, given, is_bool, octets, require_readable, shown, text
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import DIGEST_BYTES, TOKEN_ID_LIMIT
 
@@ -118,6 +118,7 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
     if isinstance(tokens, array) and tokens.typecode in "iI":
         data: bytes | None = _little_endian(tokens.tobytes())
     else:
+        require_readable(tokens, "the sequence of tokens")
         data = _tensor_words(tokens) if hasattr(tokens, "data_ptr") else _buffer_words(tokens)
     if data is not None:
         return TokenSequence(data, len(data) >> 2, [], False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,4 +48,23 @@ def test_other_types_are_refused_with_the_value(value: Any) -> None:
         with pytest.raises(ConfigError, match="must be an integer"):
             resize_batch([cache], [value])
         assert (cache.capacity, cache.history_length) == (4, 0)
+        assert rig.manager.num_open_caches == 1
+
+
+@pytest.mark.parametrize("endless", [range(1 << 31), range(1 << 63), np.broadcast_to(np.int32(1), (1 << 40,))])
+def test_sequences_that_no_memory_holds_are_refused_at_once(endless: Any) -> None:
+    """They are not read: a `range` of any length is a sequence."""
+    with Rig(small(16), engine=False) as rig:
+        cache = rig.open()
+        calls: list[Callable[[], object]] = [
+            lambda: cache.commit(endless),
+            lambda: rig.manager.create_kv_cache(None, endless),
+            lambda: rig.manager.probe_reuse(None, endless),
+            lambda: resize_batch([cache], endless),
+            lambda: commit_batch([cache], endless),
+            lambda: rig.manager.drop_cached_pages(0, endless),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="2\\*\\*31 items or more"):
+                call()
         assert rig.manager.num_open_caches == 1

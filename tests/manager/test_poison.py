@@ -275,16 +275,19 @@ def test_an_interrupt_of_the_audit_leaves_it_to_the_next_call(scene: Scene) -> N
 
 
 @interpreted
-def test_without_memory_for_the_audit_the_next_call_audits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lack", [MemoryError, RecursionError])
+def test_without_memory_or_stack_for_the_audit_the_next_call_audits(
+    lack: type[BaseException], scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until the audit has run, every call is refused."""
     scene.manager.shared.running = "suspend()"
 
     def no_memory(shared: object) -> None:
-        raise MemoryError
+        raise lack
 
     with monkeypatch.context() as patch:
         patch.setattr(call_module, "check_everything", no_memory)
-        with pytest.raises(OutOfMemoryError, match="not enough memory for the audit"):
+        with pytest.raises(OutOfMemoryError, match="not enough memory or stack for the audit"):
             scene.manager.create_kv_cache()
     scene.manager.create_kv_cache().close()
     scene.finish()
