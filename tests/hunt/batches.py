@@ -201,10 +201,12 @@ class Batches(WholeManager):
             return True
 
         try:
-            self.attempt(None, run)
+            done = self.attempt(None, run)
         except Found as found:
             if not isinstance(found.__cause__, PageDataLostError) or not self.disturbed:
                 raise
+            done = None
+        if done is None:
             self._note_suspended()
             for r in chosen:
                 r.committed, r.history, r.capacity = r.cache.num_committed_tokens, r.cache.history_length, r.cache.capacity
