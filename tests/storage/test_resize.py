@@ -299,5 +299,6 @@ def test_a_level_that_another_call_resizes_meanwhile_is_left_to_it(new_rig: NewR
     assert results is not None
     assert [result.ok for result in results] == [True, False]
     assert "another call" in results[-1].reason
+    assert (results[-1].pool_group, results[-1].missing) == (-1, 0), "no pages are missing"
     rig.check()
     assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [5, 8]
