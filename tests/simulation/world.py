@@ -270,7 +270,7 @@ class World(Scene):
         self.recount.forget(live.number)
         if live.doubt:
             self.closed_in_doubt.append(live)
-        self.recent = [*self.recent[-63:], live]
+        self.recent = [*self.recent[-255:], live]  # more than one operation closes
 
     def fork(self, live: Live, check: bool) -> str:
         before = self.fingerprint(live) if check and self.calm() else None
