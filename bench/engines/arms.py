@@ -82,5 +82,6 @@ def make_arm(arm: str, setup: Setup) -> tuple[Scheduler, bool]:
     return scheduler, True
 
 
-def arms_for(setup: Setup) -> Sequence[str]:
-    return [arm for arm in ARMS if arm != "vLLM, short cut" or setup.windows == (None,)]
+def arms_for(setup: Setup, fixed_batch: bool) -> Sequence[str]:
+    """The arms that do the same work. A manager that finds no prefixes does so only in a batch that nobody joins or leaves."""
+    return [arm for arm in ARMS if (arm != "vLLM, short cut" or setup.windows == (None,)) and (arm != "floor" or fixed_batch)]

@@ -99,7 +99,7 @@ def main() -> int:
         clock.say(f"{len(chosen)} workloads checked")
     else:
         for case in chosen:
-            arms = arms_for(case.setup)
+            arms = arms_for(case.setup, case.max_steps > 0)
             runs: dict[str, list[object]] = {arm: [] for arm in arms}
             for number in range(options.rounds):
                 for arm in arms if number % 2 == 0 else reversed(arms):
