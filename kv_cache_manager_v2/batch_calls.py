@@ -41,25 +41,28 @@ def commit_ahead_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex
     batch.commit_ahead_all(distinct_requests_of(caches), items_of(tokens, "tokens", "ids, or sequences of tokens"))
 
 
-def distinct_requests_of(caches: object) -> list[Request]:
-    """As `requests_of`. Raises ConfigError for a cache given twice."""
-    requests = requests_of(caches)
-    mark = object()  # of this call
-    for position in range(len(requests)):
-        request = requests[position]
-        if request.seen_by is mark:
-            first = requests.index(request)
-            raise ConfigError(f"caches[{position}] is caches[{first}] again; pass each cache once, with all of its new tokens")
-        request.seen_by = mark
-    return requests
-
-
 def requests_of(caches: object) -> list[Request]:
     """The requests of a batch. Raises ConfigError unless all are caches of one manager."""
+    return _requests(caches, None)
+
+
+def distinct_requests_of(caches: object) -> list[Request]:
+    """As `requests_of`. Raises ConfigError for a cache given twice."""
+    return _requests(caches, object())
+
+
+def _requests(caches: object, mark: object) -> list[Request]:
+    """The requests of a batch. `mark`: an object of this call, with which each request is marked; None if one may come twice."""
     states = [_state(cache) for cache in items_of(caches, "caches", "KVCache objects")]
-    for position in range(1, len(states)):
-        if states[position].shared is not states[0].shared:
+    for position in range(len(states)):
+        request = states[position]
+        if request.shared is not states[0].shared:
             raise ConfigError(f"caches[{position}] belongs to another manager than caches[0]; make one call per manager")
+        if mark is not None:
+            if request.seen_by is mark:
+                first = states.index(request)
+                raise ConfigError(f"caches[{position}] is caches[{first}] again; pass each cache once, with all of its new tokens")
+            request.seen_by = mark
     return states
 
 

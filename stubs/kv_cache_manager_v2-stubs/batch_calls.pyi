@@ -29,8 +29,8 @@ def commit_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tok
 def commit_ahead_batch(caches: Sequence[KVCache], tokens: Sequence[SupportsIndex | Tokens] | IntBuffer) -> None:
     """As `commit_batch`, by `caches[i].commit_ahead(tokens[i])`."""
 
-def distinct_requests_of(caches: object) -> list[Request]:
-    """As `requests_of`. Raises ConfigError for a cache given twice."""
-
 def requests_of(caches: object) -> list[Request]:
     """The requests of a batch. Raises ConfigError unless all are caches of one manager."""
+
+def distinct_requests_of(caches: object) -> list[Request]:
+    """As `requests_of`. Raises ConfigError for a cache given twice."""
