@@ -6,7 +6,6 @@ the trace is one unit or several.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 ROOT: Final = -1  # the prefix without units
@@ -19,10 +18,10 @@ class PrefixTree:
         self.units_per_id = units_per_id
         self.size = 0  # prefixes so far
         self._usual: dict[int, int] = {}  # block id -> number of the first prefix that ended with the id's first unit
-        self._parents: dict[int, int] = {}  # that number -> number of the prefix before it
+        self._parents: list[int] = []  # by number: the prefix before the id's first unit
         self._others: dict[tuple[int, int], int] = {}  # (prefix, block id) -> number, for ids that follow several prefixes
 
-    def path(self, block_ids: Sequence[int], num_units: int) -> list[int]:
+    def path(self, block_ids: list[int], num_units: int) -> list[int]:
         """The numbers of a prompt's prefixes, at most `num_units` of them. O(units)."""
         usual, parents = self._usual, self._parents
         units = self.units_per_id
@@ -31,9 +30,8 @@ class PrefixTree:
         for block_id in block_ids:
             number = usual.get(block_id, ROOT)
             if number == ROOT:
-                number = self._new()
+                number = self._new(before)
                 usual[block_id] = number
-                parents[number] = before
             elif parents[number] != before:
                 number = self._other(before, block_id)
             found.append(number)
@@ -48,11 +46,12 @@ class PrefixTree:
         key = (before, block_id)
         number = self._others.get(key, ROOT)
         if number == ROOT:
-            number = self._new()
+            number = self._new(before)
             self._others[key] = number
         return number
 
-    def _new(self) -> int:
+    def _new(self, before: int) -> int:
         number = self.size
         self.size += self.units_per_id
+        self._parents.extend([before] * self.units_per_id)
         return number

@@ -28,7 +28,7 @@ def curve_of(prompts: Sequence[Prompt], tokens_per_block: int, uncounted: int = 
     unit_tokens = ID if whole else ID // 2
     curve = LruCurve(len(prompts), tokens_per_block, per_id, per_block)
     for number, prompt in enumerate(prompts):
-        path = tree.path(prompt.ids, -(-prompt.length // unit_tokens))
+        path = tree.path(list(prompt.ids), -(-prompt.length // unit_tokens))
         curve.add(path, tree.size, prompt.length, number >= uncounted)
     return curve.curve()
 
@@ -127,7 +127,7 @@ def test_the_simulation_of_full_attention_is_on_the_exact_curve(tokens_per_block
     prompts = make_prompts(8, 80, ID, whole_blocks=True)
     curve = curve_of(prompts, tokens_per_block)
     tree = PrefixTree(ID // tokens_per_block)
-    paths = [tree.path(prompt.ids, prompt.length // tokens_per_block) for prompt in prompts]
+    paths = [tree.path(list(prompt.ids), prompt.length // tokens_per_block) for prompt in prompts]
     for size in range(LONGEST * ID // tokens_per_block, curve.ceiling_size, 5):
         simulated = PageCache(LayerMix(True, None, 0, None), tree.size, tokens_per_block, 1, size)
         hits = [simulated.run(path, prompt.length) for path, prompt in zip(paths, prompts, strict=True)]
