@@ -155,9 +155,9 @@ class TestTakeOverAndCopies:
         block = FakeBlock("cold")
         cold = rig.cached(7, owner=block)
         ours = rig.new(7)
-        slot = ours.slot
+        slot, ready = ours.slot, ours.ready
         rig.hierarchy.take_over(cold, ours)
-        assert (cold.level, cold.slot, cold.locks, cold.queued) == (0, slot, 1, False)
+        assert (cold.level, cold.slot, cold.ready, cold.locks, cold.queued) == (0, slot, ready, 1, False)
         assert not ours.alive()
         assert rig.counts(1) == (1, 0, 0)
         assert block.moves == [(0, 1), (1, 0)]
