@@ -134,7 +134,7 @@ def commit_ahead(request: Request, tokens: TokenSequence) -> None:
     full = after // size
     rest = _rest(request, tokens, full)
     published = request.published
-    if published is None:
+    if published is None or request.committed <= request.history:  # all of an earlier one is computed, on another stream perhaps
         published = publication.Publication(request.stream, first)
     point = NULL_POINT
     if full > first and request.history >= published.next_end(size):

@@ -123,6 +123,27 @@ def take_back_by_resize(cache: KVCache) -> None:
 ENDINGS = [take_back_by_close, take_back_by_suspend, take_back_by_resize]
 
 
+def test_a_block_is_computed_on_the_stream_that_its_request_was_resumed_on() -> None:
+    """Not on the stream of an earlier step that ended inside the block."""
+    with Rig(small(16)) as rig:
+        first = rig.start()
+        assert first.cache.resize(8, 0)
+        first.cache.commit_ahead(toks(0, 2))
+        queue(first, toks(0, 2))
+        first.cache.history_length = 2
+        first.suspend()
+        assert first.resume(rig.new_stream())
+        first.cache.commit_ahead(toks(2, 8))
+        rig.manager.check_invariants()
+        second = rig.request(toks(0, 5))
+        with pytest.raises(LogicError, match="has not computed yet"):
+            second.resume()
+        assert second.resume(first.stream)
+        queue(first, toks(0, 8))
+        first.cache.history_length = 8
+        second.check()
+
+
 def test_another_stream_waits_for_the_step_that_computes_a_block() -> None:
     """The history ends exactly where the block does."""
     with Rig(small(16)) as rig:

@@ -6,6 +6,7 @@ Rule: a driver here adds one habit of real ones and forwards everything else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kv_cache_manager_v2 import CuError, Driver, EmulatedDriver, Stream
@@ -47,6 +48,7 @@ class ReturningDevice(Base):
         self.inner = inner
         self.real: dict[int, int] = {}  # the stream of the emulated device, by handle
         self.unused: list[int] = []
+        self.lock = Lock()  # of both
 
 
 def _forward(name: str) -> Method:
@@ -66,15 +68,17 @@ def _record_event(self: ReturningDevice, event: int, stream: Stream) -> None:
 
 def _create_stream(self: ReturningDevice) -> Stream:
     stream = self.inner.create_stream()
-    handle = self.unused.pop() if self.unused else FIRST_HANDLE + len(self.real)
-    self.real[handle] = stream
+    with self.lock:
+        handle = self.unused.pop() if self.unused else FIRST_HANDLE + len(self.real)
+        self.real[handle] = stream
     return Stream(handle)
 
 
 def _destroy_stream(self: ReturningDevice, stream: Stream) -> None:
     self.inner.destroy_stream(self.real[stream])
-    del self.real[stream]
-    self.unused.append(stream)
+    with self.lock:
+        del self.real[stream]
+        self.unused.append(stream)
 
 
 def returning_device(inner: EmulatedDriver, identifies: bool = False) -> ReturningDevice:

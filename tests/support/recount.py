@@ -109,6 +109,7 @@ class Recount:
         self.copies = [0 for _kind in kinds]  # on the GPU, made by the call
         self.pages: list[tuple[Page, int, bool]] | None = None  # cached before the call: (page, level, whether it was in use)
         self.private: list[tuple[Page, int]] = []  # the other pages
+        self.spare: list[Page] = []  # those of them that replace a block's page if it is dropped
         self.moved, self.dropped = self._movement()  # the manager's, before the call
         self.peaks: list[list[int]] = []  # available, unavailable, evictable, of each level and pool group
         self._reset_peaks()
@@ -240,6 +241,7 @@ class Recount:
             pages = [page for cell in self.manager.shared.hierarchy.all_cells() for page in cell.pages()]
             self.pages = [(page, page.level, page.locks + page.holds > 0) for page in pages if page.owner is not None]
             self.private = [(page, page.level) for page in pages if page.owner is None]
+            self.spare = [page for pages in self.manager.shared.tree.duplicates.values() for page in pages if page.alive()]
             self.moved, self.dropped = self._movement()
             self.copies = [0 for _kind in self.kinds]
 
@@ -262,6 +264,8 @@ class Recount:
             if not page.alive():  # if it was in use, its block may have been removed first: then it ends and is not dropped
                 (perhaps if in_use else self.dropped)[page.life_cycle][page.level] += 1
                 self.moves_seen += 1
+        for page in self.spare:  # it may have replaced a page that was dropped, and may have been dropped itself
+            perhaps[page.life_cycle][page.level] += not page.alive()
         for of in self.attention:
             self.moved[of][0][0] += self.copies[of]
             assert self.moved[of] == moved[of], f"movement of life cycle {of}"
