@@ -41,7 +41,10 @@ Integers: TypeAlias = Sequence[SupportsIndex] | IntBuffer  # what calls take as 
 
 def shown(value: object) -> str:
     """A value as error messages show it, shortened if long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of thousands of digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"of class {type(value).__name__}"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
@@ -112,9 +115,9 @@ def at_least(value: object, name: str, low: int) -> int:
     """A length, a size or a count: an integer not below `low`, and below 2**63."""
     number = whole(value, name)
     if number < low:
-        raise ConfigError(f"{name} is {number}; it must be at least {low}")
+        raise ConfigError(f"{name} is {shown(number)}; it must be at least {low}")
     if number >= WORD_LIMIT:
-        raise ConfigError(f"{name} is {number}; it must be below 2**63")
+        raise ConfigError(f"{name} is {shown(number)}; it must be below 2**63")
     return number
 
 
@@ -151,7 +154,7 @@ def unsigned(value: object, name: str) -> int:
     """An unsigned 64-bit integer, such as a salt."""
     number = whole(value, name)
     if not 0 <= number < UNSIGNED_64_LIMIT:
-        raise ConfigError(f"{name} {number} is out of range: it must be in 0..2**64-1")
+        raise ConfigError(f"{name} {shown(number)} is out of range: it must be in 0..2**64-1")
     return number
 
 
@@ -283,6 +286,8 @@ def require_readable(values: object, name: str) -> None:
         short = not isinstance(values, Sized) or len(values) < SEQUENCE_LIMIT
     except OverflowError:  # of `len()` itself
         short = False
+    except TypeError:  # an array without dimensions, which the caller refuses
+        short = True
     if not short:
         raise ConfigError(f"{name} has 2**31 items or more; no request has so many positions")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Final, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
@@ -19,6 +19,9 @@ from kv_cache_manager_v2.manager import KVCacheManager
 from kv_cache_manager_v2.request.batch_rows import BatchRows
 from kv_cache_manager_v2.request.call import Call
 from kv_cache_manager_v2.request.request import CLOSED, Request
+
+_BYTES_OF_ROW: Final = 64  # what is kept about a row beside its entries
+_MOST_SLOTS: Final = 1 << 30  # a pool group may grow while there are tables, but not beyond this
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -55,7 +58,7 @@ class PlainBatchTables:
         self._arrays: list[object] = []
         views: list[memoryview[int]] = []
         if arrays is None:
-            _require_memory(rows * sum(widths) * (8 if wide else 4))
+            _require_memory(rows * (sum(widths) * (8 if wide else 4) + _BYTES_OF_ROW))
             for width in widths:
                 made = memoryview(array("q" if wide else "i", [0]) * (rows * width))
                 views.append(made)
@@ -142,7 +145,7 @@ class PlainBatchTables:
         hierarchy = self._shared.hierarchy
         for group, view in enumerate(views):
             limit = INT32_MAX if view.format == "i" else WORD_LIMIT - 1
-            last = hierarchy.total(GPU_LEVEL, self._shared.pool_group_of[group]) - 1 + offset
+            last = max(hierarchy.total(GPU_LEVEL, self._shared.pool_group_of[group]), _MOST_SLOTS) - 1 + offset
             for name, value in (("pad_value", pad), ("offset", last)):
                 if not -limit - 1 <= value <= limit:
                     raise ConfigError(f"{name} gives entries of {value} in layer group {group}; use int64 arrays, or a smaller one")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kv_cache_manager_v2.arguments import WORD_LIMIT
+from kv_cache_manager_v2.arguments import WORD_LIMIT, shown
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, Point
 from kv_cache_manager_v2.request import publication, scratch
@@ -121,11 +121,11 @@ def advance_history(request: Request, history: int, point: Point) -> None:
 def check_lengths(request: Request, capacity: int, history: int) -> None:
     """Raise ConfigError unless history <= capacity and the history does not go back."""
     if history < request.history:
-        raise ConfigError(f"history_length is {history}; it must be at least the present one, {request.history}")
+        raise ConfigError(f"history_length is {shown(history)}; it must be at least the present one, {request.history}")
     if capacity >= WORD_LIMIT:
-        raise ConfigError(f"capacity is {capacity}; it must be below 2**63")
+        raise ConfigError(f"capacity is {shown(capacity)}; it must be below 2**63")
     if capacity < history:
-        raise ConfigError(f"capacity is {capacity}; it must be at least history_length, {history}")
+        raise ConfigError(f"capacity is {shown(capacity)}; it must be at least history_length, {shown(history)}")
     if capacity != request.capacity:
         scratch.check_capacity_change(request, history)
 

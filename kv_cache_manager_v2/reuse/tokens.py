@@ -232,7 +232,7 @@ def _pack_items(items: list[Any], text_only: bool) -> TokenSequence:
                 raise _bool_error(items, position)
     try:
         data = struct.pack(f"<{num_tokens}I", *items)
-    except struct.error:
+    except (struct.error, TypeError):  # an array of several has `__index__`, and refuses
         return _pack_mixed(items, text_only)
     if num_tokens > _SHORT:
         _check_for_bools(items, data)
@@ -312,7 +312,7 @@ def _pack_run(items: list[Any], beg: int, end: int) -> bytes:
     """Pack a run of ids. Raises ConfigError with the first element that is not an id in range."""
     try:
         data = struct.pack(f"<{end - beg}I", *items[beg:end])
-    except struct.error:
+    except (struct.error, TypeError):
         data = DIGEST_MARK  # fails the range check, so that the loop below finds the element
     if data[3::TOKEN_BYTES].isascii():
         return data
@@ -325,7 +325,7 @@ def _pack_run(items: list[Any], beg: int, end: int) -> bytes:
                 f"tokens are integers, {DIGEST_BYTES}-byte digests or MmItemContext"
             )
         if not 0 <= value < TOKEN_ID_LIMIT:
-            raise ConfigError(f"token at position {position} is {value}: ids are in [0, {TOKEN_ID_LIMIT})")
+            raise ConfigError(f"token at position {position} is {shown(value)}: ids are in [0, {TOKEN_ID_LIMIT})")
     raise ConfigError(f"tokens at positions {beg}..{end - 1} cannot be packed")
 
 

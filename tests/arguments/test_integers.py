@@ -68,3 +68,27 @@ def test_sequences_that_no_memory_holds_are_refused_at_once(endless: Any) -> Non
             with pytest.raises(ConfigError, match="2\\*\\*31 items or more"):
                 call()
         assert rig.manager.num_open_caches == 1
+
+
+def test_an_array_without_dimensions_is_no_list() -> None:
+    """Nor is an array of several an id, though numpy's claim to be integers."""
+    with Rig(small(16), engine=False) as rig:
+        cache = rig.open()
+        assert cache.resize(4)
+        calls: list[Callable[[Any], object]] = [lambda value: resize_batch([cache], value), cache.commit, cache.commit_ahead]
+        for call in calls:
+            with pytest.raises(ConfigError):
+                call(np.array(3))
+        for wrong in ([np.array([3, 4])], [np.array([3, 4])] * 50):
+            with pytest.raises(ConfigError):
+                cache.commit(wrong)
+
+
+def test_a_number_of_thousands_of_digits_is_refused_by_its_size() -> None:
+    """Python prints none."""
+    with Rig(small(16), engine=False) as rig:
+        cache = rig.open()
+        calls: list[Callable[[int], object]] = [cache.prefill_end, cache.resize, cache.resume, lambda value: cache.commit([value])]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"a number of \d+ bits"):
+                call(10**5000)
