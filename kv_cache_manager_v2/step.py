@@ -70,15 +70,26 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began."""
+        """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began.
+
+        Tokens that were committed ahead, and that no history covers because of an exception here or in the block, are taken back.
+        """
         if self._phase != _OPEN:
             return
         self._phase = _ENDED
         requests = self._taking_part()
-        if kind is not None:
-            if self._ahead:
+        complete = False
+        try:
+            if kind is None:
+                self._settle(requests)
+                complete = True
+        finally:
+            if self._ahead and not complete:
                 batch.take_back_all(requests)
-        elif self._tokens is not None:
+
+    def _settle(self, requests: list[Request]) -> None:
+        """Commit, or advance histories, as the block asked."""
+        if self._tokens is not None:
             batch.commit_all(requests, self._tokens)
         elif self._ahead or self._advance is not None:
             capacities: list[object] = [request.capacity for request in requests]

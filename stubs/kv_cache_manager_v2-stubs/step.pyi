@@ -35,7 +35,10 @@ class Step:
 
     def __enter__(self) -> Step: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began."""
+        """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began.
+
+        Tokens that were committed ahead, and that no history covers because of an exception here or in the block, are taken back.
+        """
 
     @property
     def caches(self) -> list[KVCache]:

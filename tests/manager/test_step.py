@@ -243,18 +243,22 @@ def test_tokens_committed_ahead_are_computed_by_the_end() -> None:
             step.commit_ahead([70, 71])
             step.commit([72, 73])
         assert [cache.committed_tokens[-2:] for cache in caches] == [[70, 72], [71, 73]]
-        with pytest.raises(ZeroDivisionError):
-            self_destruct(rig, caches)
-        assert [cache.num_committed_tokens for cache in caches] == [11, 7]
-        assert rig.probe([*caches[0].committed_tokens, 80]) == 8
+        for error, at_the_end in ((ZeroDivisionError, False), (ConfigError, True)):
+            with pytest.raises(error):
+                fail_after_a_commit_ahead(rig, caches, at_the_end)
+            assert [cache.num_committed_tokens for cache in caches] == [11, 7]
+            assert [cache.history_length for cache in caches] == [11, 7]
+            assert rig.probe([*caches[0].committed_tokens, 80]) == 8
 
 
-def self_destruct(rig: Rig, caches: list[KVCache]) -> None:
-    """A step that fails after it has committed ahead."""
+def fail_after_a_commit_ahead(rig: Rig, caches: list[KVCache], at_the_end: bool) -> None:
+    """A step that fails after it has committed ahead, in the block or when the block ends."""
     with rig.manager.step(caches, 1) as step:
         step.commit_ahead([80, 81])
         assert rig.probe([*caches[0].committed_tokens]) == 12
-        raise ZeroDivisionError
+        if not at_the_end:
+            raise ZeroDivisionError
+        step.commit([-1, 82])
 
 
 def test_a_cache_given_twice_is_refused() -> None:
