@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
+from kv_cache_manager_v2.arguments import at_least, whole, wholes
 from kv_cache_manager_v2.batch_calls import commit_batch, resize_batch
 from kv_cache_manager_v2.errors import ConfigError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.extras.transformers.cache_layers import (
@@ -45,7 +46,8 @@ class Row:
 class PagedCache(Cache):
     """What a model takes as `cache`, for a batch of sequences. `PagedStore.open` makes it; `close()` or a `with` block ends it.
 
-    Pass the tokens after the first `get_seq_length()` columns to the model: the columns before them are computed. A forward pass
+    Pass the tokens after the first `get_seq_length()` columns to the model: the columns before them are computed. With padding,
+    pass `attention_mask` of all columns so far too, and `position_ids` that count from each row's first token. A forward pass
     brings the pages back if the cache is suspended. Where there is no room for its tokens, it raises OutOfPagesError before it
     computes anything. A pass that raises has not changed the cache. Other caches of the store can reuse what a pass has computed:
     full blocks at once, the rest after `close()`; with recurrent layers the ends of prefills, and the end.
@@ -142,13 +144,16 @@ class PagedCache(Cache):
 
     # --- a forward pass, told by the store's hooks
 
-    def begin(self, input_ids: torch.Tensor) -> None:
-        """A forward pass over these tokens begins: take pages for them. Raises OutOfPagesError."""
+    def check(self, input_ids: torch.Tensor) -> None:
+        """Raise unless a forward pass over these tokens may begin."""
         self._require_open("a forward pass")
         if input_ids.dim() != 2 or len(input_ids) != len(self.rows):
             raise ConfigError(f"input_ids has shape {tuple(input_ids.shape)}; this cache has {len(self.rows)} rows")
         if self._is_torn:
             raise LogicError("a forward pass was interrupted while states were saved: close this cache and open another one")
+
+    def begin(self, input_ids: torch.Tensor) -> None:
+        """A forward pass over these tokens begins: take pages for them. Raises OutOfPagesError."""
         self.current_pass = None
         self.resume()
         self._settle()
@@ -213,7 +218,7 @@ class PagedCache(Cache):
 
         Raises ConfigError for more tokens than that, LogicError for recurrent states, which cannot be taken back.
         """
-        count = -tokens_to_remove
+        count = -whole(tokens_to_remove, "tokens_to_remove")
         if count == 0:
             return
         if self._state_layers:
@@ -234,17 +239,21 @@ class PagedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
-        self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
+        """Each row becomes `repeats` rows, at least one. Raises as `batch_select_indices`."""
+        count = at_least(repeats, "repeats", 1)
+        self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(count))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Row i goes on from row `indices[i]`: a row that is taken several times is forked, one that is not taken is closed.
 
-        Raises OutOfPagesError, with nothing changed, if there is no room for the copies of recurrent states.
+        Raises ConfigError for no rows and for rows that there are not, and OutOfPagesError if there is no room for the copies of
+        recurrent states. Nothing has changed then.
         """
         self._require_open("batch_select_indices()")
+        parents = wholes(indices, "indices", 0)
+        if not parents or max(parents) >= len(self.rows):
+            raise ConfigError(f"indices is {parents}; it must be at least one of the rows 0..{len(self.rows) - 1}")
         self.current_pass = None
-        parents: list[int] = indices.tolist()
         if parents == list(range(len(self.rows))):
             return
         self.resume()

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from kv_cache_manager_v2.arguments import at_least, function, instance, shown
 from kv_cache_manager_v2.config import (
     BatchDesc,
     CacheTierConfig,
@@ -45,6 +46,11 @@ class ModelPages:
         configure: Configure | None,
         driver: Driver | None,
     ) -> None:
+        if configure is not None:
+            function(configure, "configure")
+        if disk is not None and len(instance(disk, tuple, "disk")) != 2:
+            raise ConfigError(f"disk is {shown(disk)}; it must be a directory and the bytes in it")
+        at_least(tokens_per_block, "tokens_per_block", 1)
         self.model: Final = model
         self.is_recurrent: Final = any(plan.states for plan in plans)
         tiers: list[CacheTierConfig] = [GpuCacheTierConfig(gpu_bytes)]

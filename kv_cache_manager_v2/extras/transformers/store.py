@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -9,9 +10,11 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from kv_cache_manager_v2.arguments import at_least, flag
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.errors import ConfigError, OutOfPagesError
 from kv_cache_manager_v2.extras.transformers.cache import PagedCache
+from kv_cache_manager_v2.extras.transformers.inputs import left_padding, prompt_tensor, require_default, require_padding_given
 from kv_cache_manager_v2.extras.transformers.model_layers import learn_layers, uses_states
 from kv_cache_manager_v2.extras.transformers.model_pages import Configure, Disk, ModelPages
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -21,9 +24,6 @@ from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.suspension import SuspendCheapest
 
 _log: Final = logging.getLogger(__name__)
-
-
-_OTHER_INPUTS: Final = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_")  # of other modalities
 
 
 class SuspendIdle(SuspendCheapest):
@@ -55,6 +55,9 @@ class PagedStore(ModelPages):
     one prompt of 2,048 tokens that is computed, and three sequences as long that are decoded. Without `driver`, pages are on the
     model's GPU, or in host memory for a model on the CPU. A store is used by one thread at a time.
 
+    A pass computes what its tokens imply, since pages are found by these alone: other `position_ids`, an `attention_mask` with more
+    than the left padding that `open` was told of, and inputs of other modalities raise ConfigError before anything is computed.
+
     Raises ConfigError for a model whose layers keep something else than keys, values and recurrent states, or on several devices.
     """
 
@@ -70,9 +73,9 @@ class PagedStore(ModelPages):
         configure: Configure | None = None,
         driver: Driver | None = None,
     ) -> None:
+        self.snapshot_every: Final = at_least(snapshot_every, "snapshot_every", 0)
         plans = learn_layers(model)
         super().__init__(model, plans, gpu_bytes, host_bytes, disk, tokens_per_block, configure, driver)
-        self.snapshot_every: Final = snapshot_every
         self.has_attention: Final = any(plan.attention for plan in plans)
         self.one_by_one: Final = self.is_recurrent and not uses_states(model, plans)  # tokens after a prefix must be passed so
         if self.one_by_one:
@@ -81,6 +84,7 @@ class PagedStore(ModelPages):
                 "pass tokens one by one, as generate() of the store does",
                 type(model).__name__,
             )
+        self._parameters: Final = list(inspect.signature(type(model).forward).parameters)[1:]  # of a forward pass
         self.caches: Final[list[PagedCache]] = []  # those that are open
         self._policy: Final = SuspendIdle(self)
         self._hooks: Final = [
@@ -102,11 +106,10 @@ class PagedStore(ModelPages):
         which is on the left. `scope` is (lora_id, salt), each an integer or a string: rows share pages within one scope only. All
         rows begin at one column. With `reuse=False` the cache begins empty. Raises ConfigError for other tensors.
         """
-        ids = input_ids if input_ids.dim() == 2 else input_ids[None]
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.view_as(ids)
-        pads = _left_padding(mask)
-        prompts = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
-        return PagedCache(self, prompts, pads, scope, reuse)
+        ids = prompt_tensor(input_ids, (1, 2))
+        pads = left_padding(attention_mask, ids)
+        prompts = [row[pad:] for row, pad in zip(ids.view(-1, ids.shape[-1]).tolist(), pads, strict=True)]
+        return PagedCache(self, prompts, pads, scope, flag(reuse, "reuse"))
 
     def generate(
         self,
@@ -130,13 +133,15 @@ class PagedStore(ModelPages):
             raise ConfigError(
                 "the model has no attention layer, so generate() of transformers cannot begin after a prefix; use open()"
             )
+        pads = left_padding(attention_mask, prompt_tensor(input_ids, (2,)))
+        require_default(kwargs, pads, 0, input_ids.shape[1])
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         assisted = kwargs.get("assistant_model") is not None or bool(self._option(kwargs, "prompt_lookup_num_tokens"))
         if assisted and self.is_recurrent:
             raise ConfigError("assisted decoding takes tokens back, which recurrent layers cannot")
         rows = max(int(self._option(kwargs, "num_beams") or 1), int(self._option(kwargs, "num_return_sequences") or 1))
         ids, masks = input_ids.repeat_interleave(rows, 0), mask.repeat_interleave(rows, 0)
-        padded = not bool(mask.all())
+        padded = any(pads)
         with self.open(ids, masks, scope=scope, reuse=not assisted and not (padded and self.one_by_one)) as cache:
             if self.is_recurrent and not padded:
                 self._prefill(cache, ids, int(self._option(kwargs, "prefill_chunk_size") or ids.shape[1]))
@@ -185,20 +190,28 @@ class PagedStore(ModelPages):
     # --- the hooks
 
     def _before_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        cache = self._cache_of(args, kwargs)
+        inputs = self._inputs(args, kwargs)
+        cache = self._cache_of(inputs)
         if cache is not None:
-            for name, value in kwargs.items():
-                if value is not None and name.startswith(_OTHER_INPUTS):
-                    raise ConfigError(f"a paged cache takes no {name}: equal tokens would share pages, whatever they stand for")
-            cache.begin(_ids_of(args, kwargs))
+            ids = _ids_of(inputs)
+            cache.check(ids)
+            pads = [row.pad for row in cache.rows]
+            require_default(inputs, pads, cache.length, cache.length + ids.shape[1])
+            require_padding_given(inputs, self._parameters, pads)
+            cache.begin(ids)
 
     def _after_pass(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-        cache = self._cache_of(args, kwargs)
+        inputs = self._inputs(args, kwargs)
+        cache = self._cache_of(inputs)
         if cache is not None:
-            cache.end(_ids_of(args, kwargs))
+            cache.end(_ids_of(inputs))
 
-    def _cache_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> PagedCache | None:
-        for value in (*args, *kwargs.values()):
+    def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+        """The arguments of a pass by name."""
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+
+    def _cache_of(self, inputs: dict[str, object]) -> PagedCache | None:
+        for value in inputs.values():
             if isinstance(value, PagedCache) and value.store is self:
                 return value
         return None
@@ -221,17 +234,8 @@ class PagedStore(ModelPages):
                 self.model(input_ids=input_ids[:, cache.length : min(stop, cache.length + chunk)], cache=cache)
 
 
-def _ids_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    ids = kwargs.get("input_ids", args[0] if args else None)
+def _ids_of(inputs: dict[str, object]) -> torch.Tensor:
+    ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         raise ConfigError("a forward pass with a paged cache needs input_ids: without tokens nothing could be reused")
     return ids
-
-
-def _left_padding(mask: torch.Tensor) -> list[int]:
-    """The number of padding columns at the left of each row. Raises ConfigError for padding elsewhere."""
-    real = mask != 0
-    if mask.dim() != 2 or mask.shape[1] == 0 or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise ConfigError("attention_mask has padding that is not on the left, or a row without tokens: pad prompts on the left")
-    pads: list[int] = (~real).sum(dim=1).tolist()
-    return pads
