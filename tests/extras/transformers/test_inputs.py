@@ -70,12 +70,14 @@ def test_those_that_the_tokens_imply_are_accepted(family: str) -> None:
     model = make_model(family)
     with open_store(model, gpu_bytes=8 * MIB) as store, torch.no_grad():
         with store.open(IDS, MASK, reuse=False) as cache:
-            for beg, end in ((0, 3), (3, 39), (39, 40)):
+            ends = (39, 40) if store.one_by_one else (3, 39, 40)  # such a model takes several tokens in its first pass alone
+            for beg, end in zip((0, *ends[:-1]), ends, strict=True):
                 model(
                     input_ids=IDS[:, beg:end], attention_mask=MASK[:, :end].bool(), position_ids=POSITIONS[:, beg:end], cache=cache
                 )
         with store.open(torch.cat([IDS[1:, 5:], IDS[1:]], dim=1)) as again:
             assert again.num_reused_tokens == [35]
+    with open_store(model, gpu_bytes=8 * MIB) as store:
         given = {"attention_mask": MASK, "position_ids": POSITIONS, "max_new_tokens": 3, "do_sample": False}
         assert torch.equal(store.generate(IDS, **given), model.generate(IDS, **given))
 
