@@ -121,7 +121,8 @@ class PagedStore(ModelPages):
     ) -> torch.Tensor:
         """`model.generate`, with what of the prompts is cached, and leaving all that it computes cached. Returns what that returns.
 
-        `input_ids` and `attention_mask` are as for `open`, with two dimensions; `kwargs` are those of `model.generate`. Beams and
+        `input_ids` and `attention_mask` are as for `open`, with two dimensions; `kwargs` are those of `model.generate`. Without a
+        mask, tokens of the id `pad_token_id` are padding if it is configured, and no end token, as in `model.generate`. Beams and
         returned sequences have pages of their own where they differ. Assisted decoding begins with an empty cache, since
         transformers cannot begin it with another. Raises ConfigError for a cache in `kwargs`, for assisted decoding with recurrent
         layers, and for a model without attention.
@@ -133,9 +134,10 @@ class PagedStore(ModelPages):
             raise ConfigError(
                 "the model has no attention layer, so generate() of transformers cannot begin after a prefix; use open()"
             )
-        pads = left_padding(attention_mask, prompt_tensor(input_ids, (2,)))
+        prompts = prompt_tensor(input_ids, (2,))
+        mask = self._padding_mask(prompts, kwargs) if attention_mask is None else attention_mask
+        pads = left_padding(mask, prompts)
         require_default(kwargs, pads, 0, input_ids.shape[1])
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         assisted = kwargs.get("assistant_model") is not None or bool(self._option(kwargs, "prompt_lookup_num_tokens"))
         if assisted and self.is_recurrent:
             raise ConfigError("assisted decoding takes tokens back, which recurrent layers cannot")
@@ -220,6 +222,15 @@ class PagedStore(ModelPages):
         """An option of generation: in the call, in the configuration that it passes, or in the model's."""
         value = kwargs.get(name, getattr(kwargs.get("generation_config") or self.model.generation_config, name, None))
         return value if isinstance(value, int) else None
+
+    def _padding_mask(self, input_ids: torch.Tensor, kwargs: dict[str, object]) -> torch.Tensor:
+        """The mask that `model.generate` takes if it is given none: padding is the pad token, if that is no end token."""
+        config = kwargs.get("generation_config") or self.model.generation_config
+        pad = self._option(kwargs, "pad_token_id")
+        ends = kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
+        if pad is None or pad in (ends if isinstance(ends, (list, tuple)) else [ends]):
+            return torch.ones_like(input_ids)
+        return (input_ids != pad).to(input_ids.dtype)
 
     def _prefill(self, cache: PagedCache, input_ids: torch.Tensor, chunk: int) -> None:
         """Compute prompts of one length up to where equal prompts need a state. The last token is left."""

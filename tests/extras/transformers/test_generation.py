@@ -114,3 +114,15 @@ def test_what_cannot_be_generated_is_refused(options: dict[str, object], message
         with pytest.raises(ConfigError, match=message):
             store.generate(random_tokens(3), **options)  # type: ignore[arg-type]  # the mask is among them
         assert not store.caches
+
+
+def test_without_a_mask_the_pad_token_is_padding() -> None:
+    """As in `model.generate`; not where it ends sequences too, so that prompts may have it."""
+    ids, mask = prompts(9, 30)
+    with open_store(make_model("llama"), gpu_bytes=16 * MIB) as store:
+        masked = store.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(store.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0), masked)
+        unmasked = store.generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        assert not torch.equal(unmasked, masked), "padding is seen"
+        ended = store.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=[1, 0])
+        assert torch.equal(ended, unmasked[:, : ended.shape[1]])
