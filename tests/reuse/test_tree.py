@@ -193,8 +193,7 @@ class TestLoss:
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_stale_prune(self, first: int) -> None:
-        """The last block of a path stays while any life cycle has a page there; without one, it, its parent and the root are
-        removed."""
+        """The last block of a path stays while any life cycle has a page there; without one, it and its ancestors are removed."""
         cache = Cache(2, window(64), window(64))
         x, y = cache.store(toks(0, 4))
         for life_cycle in (0, 1):
