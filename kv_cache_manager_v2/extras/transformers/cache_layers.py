@@ -138,10 +138,12 @@ class PagedStateLayer(LinearAttentionLayer):
 
     def load(self, current: ForwardPass) -> None:
         """A pass begins: take the states from the pages, or zeros if nothing was computed yet."""
+        fresh = torch.tensor([pad >= current.begin for pad in current.pads]).to(current.device)  # rows without tokens so far
         for state, buffer in self.state_buffers:
             pages = current.state_pages(buffer)
             known = current.begin > 0
             held = buffer.memory.index_select(0, pages) if known else buffer.memory.new_zeros((len(pages), *state.shape))
+            held[fresh] = 0
             if state.kind == CONV:
                 self.conv_states[state.number] = held
                 self.is_conv_states_initialized[state.number] = True

@@ -77,7 +77,6 @@ def test_those_that_the_tokens_imply_are_accepted(family: str) -> None:
                 )
         with store.open(torch.cat([IDS[1:, 5:], IDS[1:]], dim=1)) as again:
             assert again.num_reused_tokens == [35]
-    with open_store(model, gpu_bytes=8 * MIB) as store:
         given = {"attention_mask": MASK, "position_ids": POSITIONS, "max_new_tokens": 3, "do_sample": False}
         assert torch.equal(store.generate(IDS, **given), model.generate(IDS, **given))
 
