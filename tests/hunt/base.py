@@ -93,6 +93,7 @@ class Base:
         self.refused = False  # the latest call
         self.armed = False
         self.disturbed = False  # ever
+        self.interrupted = False  # ever: an interrupted step takes back what it has committed ahead, from others too
         self.holding = setup.schedule != "threads"  # whose streams are late anyway
         self.wary = False  # of pages without memory, of which this process would die
         self.heal_at = 0
@@ -121,7 +122,7 @@ class Base:
             self.refused = False
             return answer
         except PageDataLostError as error:
-            if not self.disturbed:
+            if not self.disturbed and not (self.interrupted and "took them back" in str(error)):
                 raise Found(f"a loss without a fault: {error}") from error
             if request is None:
                 raise Found(f"a loss that concerns no request is raised: {error}") from error

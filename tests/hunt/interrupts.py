@@ -195,6 +195,7 @@ class InterruptedHunter(Hunter):
             finally:
                 self.source.disarm()
         except KeyboardInterrupt:
+            self.interrupted = True
             self._tidy(request)
             raise Restart from None
         except Found as error:
