@@ -203,7 +203,7 @@ class Batches(WholeManager):
         try:
             done = self.attempt(None, run)
         except Found as found:
-            if not isinstance(found.__cause__, PageDataLostError) or not self.disturbed:
+            if not isinstance(found.__cause__, PageDataLostError) or not (self.disturbed or self.interrupted):
                 raise
             done = None
         if done is None:

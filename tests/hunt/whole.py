@@ -111,7 +111,7 @@ class WholeManager(RequestGrowth):
         try:
             count = self.attempt(None, resize_batch, [r.cache for r in chosen], [r.written + 1 for r in chosen])
         except Found as found:
-            if not isinstance(found.__cause__, PageDataLostError) or not self.disturbed:
+            if not isinstance(found.__cause__, PageDataLostError) or not (self.disturbed or self.interrupted):
                 raise
         if count is None:
             changed = [number for number, r in enumerate(chosen) if r.cache.capacity != r.capacity]
@@ -126,7 +126,7 @@ class WholeManager(RequestGrowth):
         try:
             self.attempt(None, commit_batch, [r.cache for r in done], [r.texts[0].tokens[-1] for r in done])
         except Found as found:
-            if not isinstance(found.__cause__, PageDataLostError) or not self.disturbed:
+            if not isinstance(found.__cause__, PageDataLostError) or not (self.disturbed or self.interrupted):
                 raise
         for r in done:
             if r.cache.num_committed_tokens != r.committed:
