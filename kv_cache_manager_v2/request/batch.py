@@ -205,9 +205,12 @@ def commit_ahead_all(requests: list[Request], tokens: list[object]) -> None:
 
 
 def take_back_all(requests: list[Request]) -> None:
-    """Take back what is committed ahead of the history of each request."""
-    for request in requests:
-        with request.shared.lock, Call(request.shared, "taking back tokens"):
+    """Take back what is committed ahead of the history of each request. A listener's interrupt stops none of them."""
+    if not requests:
+        return
+    shared = requests[0].shared
+    with shared.lock, CallsInOne(shared), Call(shared, "the end of a step"):
+        for request in requests:
             publication.take_back(request)
 
 

@@ -167,13 +167,13 @@ class KVCache(PageIndexViews):
         tokens: Tokens | None = None,
     ) -> None:
         """Append final tokens. Blocks that become full can be reused at once. The history becomes at least the committed length.
-        With `commit_min_snapshot` it must not be beyond that, and the recurrent state is copied, as a snapshot of that length.
 
-        Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a one-dimensional integer buffer.
-        `beam_search_indices` names the beam of each token (default 0); all tokens of a block must come from one beam. With
-        `is_end=True` no more tokens follow: the partial last block can be reused too. `tokens` is the old name of the first
-        parameter. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, ConfigError for invalid tokens or tokens
-        beyond the capacity.
+        With `commit_min_snapshot` the history must not be beyond that, and the recurrent state is copied: see
+        `snapshot_at_block_ends`. Tokens are ids (0 <= id < 2**31), 32-byte digests or `MmItemContext`: a sequence, or a
+        one-dimensional integer buffer. `beam_search_indices` names the beam of each token (default 0); all tokens of a block must
+        come from one beam. With `is_end=True` no more tokens follow: the partial last block can be reused too. `tokens` is the old
+        name of the first parameter. O(tokens). Raises LogicError unless ACTIVE and committing is allowed, ConfigError for invalid
+        tokens or tokens beyond the capacity.
         """
 
     def commit_ahead(self, input_tokens: Tokens) -> None:
