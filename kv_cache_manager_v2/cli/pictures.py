@@ -6,12 +6,14 @@ matplotlib is imported when a picture is drawn, and for the file alone: no windo
 from __future__ import annotations
 
 import io
+from argparse import Namespace
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_cache_manager_v2.cli.recording import DROPPED, Recorder, Sample
-from kv_cache_manager_v2.cli.streams import OutputError
+from kv_cache_manager_v2.cli.streams import OutputError, ReportOutput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +36,15 @@ def require_matplotlib() -> None:
     """Raise OutputError if no picture can be drawn."""
     if find_spec("matplotlib") is None:
         raise OutputError("--plot needs matplotlib: pip install 'kv-cache-manager-v2[plot]'")
+
+
+def open_outputs(files: ExitStack, options: Namespace) -> tuple[ReportOutput, ReportOutput | None]:
+    """Open the outputs of the report and of the picture, which is None without --plot. Raises OutputError before any work."""
+    report = files.enter_context(ReportOutput(options.output, options.trace))
+    if options.plot is None:
+        return report, None
+    require_matplotlib()
+    return report, files.enter_context(ReportOutput(options.plot, options.trace, "--plot"))
 
 
 def draw_plan(report: dict[str, Any], path: str) -> bytes:

@@ -15,11 +15,11 @@ from kv_cache_manager_v2.cli import options as shared
 from kv_cache_manager_v2.cli.capacity import blocks_of_gib
 from kv_cache_manager_v2.cli.curves import Requests, Units, best_at, exact_curve, simulated_curve, spread
 from kv_cache_manager_v2.cli.layers import FULL, Layers
-from kv_cache_manager_v2.cli.pictures import FORMATS, draw_plan, require_matplotlib
+from kv_cache_manager_v2.cli.pictures import FORMATS, draw_plan, open_outputs
 from kv_cache_manager_v2.cli.plan_report import Plan, make_report, to_table
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import to_json
-from kv_cache_manager_v2.cli.streams import ReportOutput, tell
+from kv_cache_manager_v2.cli.streams import tell
 from kv_cache_manager_v2.cli.terminal_plot import require_rich, to_bars
 from kv_cache_manager_v2.cli.traces import STDIN, Trace
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
@@ -90,11 +90,7 @@ def run(options: argparse.Namespace) -> bool:
     """Compute the curve and write the report."""
     _check_options(options)
     with ExitStack() as files:
-        output = files.enter_context(ReportOutput(options.output, options.trace))
-        picture = None
-        if options.plot is not None:
-            require_matplotlib()
-            picture = files.enter_context(ReportOutput(options.plot, options.trace, "--plot"))
+        output, picture = open_outputs(files, options)
         if options.format == "bars":
             require_rich()
         report = _plan(options)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kv_cache_manager_v2.cli.capacity import GIB, TIER_NAMES, TierBlocks
 from kv_cache_manager_v2.cli.layers import Layers
-from kv_cache_manager_v2.cli.report import bad_lines_of, layers_of, layers_text, number, to_columns
+from kv_cache_manager_v2.cli.report import bad_lines_of, layers_of, layers_text, number, to_columns, trace_of
 from kv_cache_manager_v2.cli.traces import Trace
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 
@@ -51,10 +51,7 @@ def make_report(plan: Plan) -> dict[str, Any]:
     trace, curve = plan.trace, plan.curve
     total = curve.total_tokens
     report: dict[str, Any] = {
-        "trace": plan.trace_name,
-        "trace_format": trace.trace_format,
-        "trace_block_size": trace.block_size,
-        "trace_taken_for": trace.description,
+        **trace_of(trace, plan.trace_name),
         "tokens_per_block": plan.tokens_per_block,
         **layers_of(plan.layers),
         "bytes_per_token": plan.bytes_per_token,

@@ -17,7 +17,7 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.cli import options as shared
 from kv_cache_manager_v2.cli.capacity import TierBlocks, plan_capacity
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, token_source
-from kv_cache_manager_v2.cli.pictures import FORMATS, draw_replay, require_matplotlib
+from kv_cache_manager_v2.cli.pictures import FORMATS, draw_replay, open_outputs
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.recording import Recorder
 from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_table
@@ -79,11 +79,7 @@ def run(options: argparse.Namespace) -> bool:
     """Replay the trace and write the report. Returns False if a page had wrong contents."""
     _check_options(options)
     with ExitStack() as files:
-        output = files.enter_context(ReportOutput(options.output, options.trace))
-        picture = None
-        if options.plot is not None:
-            require_matplotlib()
-            picture = files.enter_context(ReportOutput(options.plot, options.trace, "--plot"))
+        output, picture = open_outputs(files, options)
         return _replay(options, output, picture)
 
 

@@ -45,10 +45,7 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
     half = len(totals) // 2
     names = capacity.tier_names
     report: dict[str, Any] = {
-        "trace": settings.trace,
-        "trace_format": trace.trace_format,
-        "trace_block_size": trace.block_size,
-        "trace_taken_for": trace.description,
+        **trace_of(trace, settings.trace),
         "tokens_per_block": settings.tokens_per_block,
         **layers_of(settings.layers),
         "blocks": dict(zip(names, capacity.num_blocks, strict=True)),
@@ -87,6 +84,16 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
 def layers_of(layers: Layers) -> dict[str, Any]:
     """The preset and its options, as keys of a report."""
     return {"layers": layers.preset, "window": layers.window, "sinks": layers.sinks, "snapshot_every": layers.snapshot_every}
+
+
+def trace_of(trace: Trace, name: str) -> dict[str, Any]:
+    """What the trace is, as keys of a report."""
+    return {
+        "trace": name,
+        "trace_format": trace.trace_format,
+        "trace_block_size": trace.block_size,
+        "trace_taken_for": trace.description,
+    }
 
 
 def bad_lines_of(trace: Trace) -> dict[str, Any]:

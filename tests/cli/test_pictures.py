@@ -106,6 +106,6 @@ def test_a_missing_package_is_one_line_and_leaves_no_file(
 def test_a_picture_that_cannot_be_written_is_found_before_the_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
-    monkeypatch.setattr(f"kv_cache_manager_v2.cli.{tool}.require_matplotlib", lambda: None)
+    monkeypatch.setattr("kv_cache_manager_v2.cli.pictures.require_matplotlib", lambda: None)
     assert main([tool, "/no/such/trace", "--plot", "/no/such/folder/a.svg"]) == 2
     assert capsys.readouterr().err == "kvcm: error: --plot /no/such/folder/a.svg: No such file or directory\n"

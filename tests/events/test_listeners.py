@@ -172,3 +172,14 @@ def test_an_interrupt_in_a_listener_waits_for_the_end_of_the_batch(every: int, i
         with rig.manager.step(caches, 4) as step:
             step.commit([toks(4 * i, 4 * i + 4) for i in range(4)])
         assert [cache.num_committed_tokens for cache in caches] == [8] * 4
+
+        def fail() -> None:
+            with rig.manager.step(caches, 4) as step:
+                step.commit_ahead([toks(20 + 4 * i, 24 + 4 * i) for i in range(4)])
+                listener.every = every
+                raise ZeroDivisionError
+
+        with pytest.raises(interrupt):
+            fail()
+        assert [cache.num_committed_tokens for cache in caches] == [8] * 4, "all are taken back before the interrupt is raised"
+        listener.every = 1 << 30

@@ -137,13 +137,12 @@ class PagedStateLayer(LinearAttentionLayer):
         self.state_buffers = buffers.states
 
     def load(self, current: ForwardPass) -> None:
-        """A pass begins: take the states from the pages, or zeros if nothing was computed yet."""
-        fresh = torch.tensor([pad >= current.begin for pad in current.pads]).to(current.device)  # rows without tokens so far
+        """A pass begins: take the states from the pages, and zeros for rows of which nothing was computed yet."""
+        fresh = torch.tensor([pad >= current.begin for pad in current.pads]).to(current.device)
         for state, buffer in self.state_buffers:
             pages = current.state_pages(buffer)
-            known = current.begin > 0
-            held = buffer.memory.index_select(0, pages) if known else buffer.memory.new_zeros((len(pages), *state.shape))
-            held[fresh] = 0
+            held = buffer.memory.index_select(0, pages)
+            held[fresh] = 0  # their pages have not been written
             if state.kind == CONV:
                 self.conv_states[state.number] = held
                 self.is_conv_states_initialized[state.number] = True
@@ -151,7 +150,7 @@ class PagedStateLayer(LinearAttentionLayer):
             else:
                 self.recurrent_states[state.number] = held
                 self.is_recurrent_states_initialized[state.number] = True
-            self.has_previous_state[state.number] = known
+            self.has_previous_state[state.number] = current.begin > 0
             self.dtype, self.device = held.dtype, held.device
 
     def save(self, current: ForwardPass) -> None:
