@@ -107,7 +107,7 @@ demo-transformers: $(ENV) $(VENV)/stamp-torch $(COMPILED)  ## a hybrid model of 
 	PYTHONPATH=build/compiled $(BIN)/python examples/serve_transformers.py
 
 .PHONY: bench
-bench: $(ENV) $(VENV)/stamp-bench $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
+bench: $(ENV) $(COMPILED)  ## what the operations cost, compiled and interpreted, and how that grows (BENCH="micro --only probe")
 	$(BIN)/python -m bench $(BENCH)
 
 .PHONY: bench-quick
@@ -189,10 +189,6 @@ $(VENV)/stamp: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/stamp-torch: $(VENV)/stamp
 	$(PIP) install $(TORCH)
-	touch $@
-
-$(VENV)/stamp-bench: $(VENV)/stamp
-	$(PIP) install 'matplotlib>=3.8'
 	touch $@
 
 $(VENV)/stamp-cuda: $(VENV)/stamp
