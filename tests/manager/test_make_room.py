@@ -37,7 +37,7 @@ def test_resize_and_resume_ask_a_policy(policy: Callable[[list[KVCache]], MakeRo
         assert old.resize(20, 16, policy([old, young]))
         assert not young.is_active
         assert not young.resume()
-        assert not young.resume(rig.stream, policy([])), "no page can be taken from nobody"
+        assert not young.resume(rig.stream, policy([])), "a policy without caches frees nothing"
         assert young.resume(make_room=SuspendCheapest([old]))
         assert not old.is_active
         assert not old.resume(rig.stream, SuspendYoungest())
@@ -52,7 +52,7 @@ def test_a_pool_group_in_use_is_a_shortage_that_a_policy_can_end() -> None:
         assert first.resize(16)
         policy = Does(second.suspend, first.suspend)
         assert third.resume(make_room=policy)
-        assert [gate for _asking, gate, _candidates in policy.questions] == [True]
+        assert [over_limit for _asking, over_limit, _candidates in policy.questions] == [True]
         assert policy.questions[0][2] == []
 
 
