@@ -34,9 +34,8 @@ STUBS := stubs/kv_cache_manager_v2-stubs
 STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n'))
 TYPED := kv_cache_manager_v2 tests setup_mypyc.py generated_c.py stubs/generate.py $(wildcard examples bench)
 
-# directories too: their time changes when a file in them is removed
-SOURCES := $(shell find kv_cache_manager_v2 stubs -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.pyi' \) -print)
-BUILD_INPUTS := $(SOURCES) pyproject.toml setup_mypyc.py generated_c.py LICENSE README.md
+SOURCES := $(sort $(shell find kv_cache_manager_v2 stubs -name '*.py' -o -name '*.pyi'))
+BUILD_INPUTS := build/sources $(SOURCES) pyproject.toml setup_mypyc.py generated_c.py LICENSE README.md
 
 define FIND_GPU
 import sys
@@ -196,6 +195,12 @@ $(VENV)/stamp-cuda: $(VENV)/stamp
 	touch $@
 
 # --- the builds: each wheel is unpacked into a directory of its own, and tested there
+
+# the list of the sources: it changes, and so its time, only when a file is added or removed
+.PHONY: always
+build/sources: always
+	@mkdir -p build
+	@echo '$(SOURCES)' | cmp -s - $@ || echo '$(SOURCES)' > $@
 
 $(PURE): $(BUILD_INPUTS) | $(VENV)/stamp
 	rm -rf build/pure build/wheels/pure
