@@ -9,8 +9,11 @@ import pytest
 from kv_cache_manager_v2.device.timeline import SEQUENCE_BITS, Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
 from kv_cache_manager_v2.ids import NULL_POINT
+from kv_cache_manager_v2.request.call import Call
 from tests.support.device_rig import SCHEDULES
 from tests.support.drivers import returning_device
+from tests.support.models import small
+from tests.support.rig import Rig
 
 EVERY_DEVICE = pytest.mark.parametrize(
     ("schedule", "identifies"), [(schedule, identifies) for schedule in SCHEDULES for identifies in (False, True)]
@@ -240,3 +243,17 @@ def test_outside_of_calls_a_handle_is_never_trusted() -> None:
     after = scene.timeline.record(old)
     assert after >> SEQUENCE_BITS != before >> SEQUENCE_BITS
     scene.close()
+
+
+def test_a_call_of_the_manager_ends_the_trust_in_handles() -> None:
+    """Between two calls a stream may be destroyed, and its handle come back."""
+    with Rig(small(32), engine=False, wrap=lambda emulated: returning_device(emulated, True)) as rig:
+        driver = rig.manager.shared.driver
+        timeline = rig.manager.shared.timeline
+        old = driver.create_stream()
+        with Call(rig.manager.shared, "a call"):
+            before = timeline.record(old)
+        driver.destroy_stream(old)
+        assert driver.create_stream() == old
+        assert timeline.record(old) >> SEQUENCE_BITS != before >> SEQUENCE_BITS
+        driver.destroy_stream(old)
