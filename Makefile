@@ -4,7 +4,7 @@
 #   WITH_TORCH=1 make test          also install torch (CPU is enough) and transformers, and run the tests that need them
 #   KVCM_OPT=1 make test-compiled   compile faster; the wheel of `make compile` is meant to be built with 3
 #   SOAK=2000000 SEED=7 make soak   operations of the simulation on each build, and its first seed (default: another one each day)
-#   OPS=200000 EVERY=100 STREAMS=50000 make hunt    a shorter hunt: operations, every so many refused calls, requests
+#   OPS=200000 EVERY=100 STREAMS=50000 make hunt    a shorter hunt: operations, every so many refused calls (of `faults` too), requests
 #   PYTEST="-n 0 -k tree -x"        arguments of pytest in place of the default (two workers)
 
 SHELL := /bin/bash
@@ -163,6 +163,12 @@ hunt: $(ENV) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both bui
 	done
 	cd build/compiled && build=interpreted && $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
 	    --ops 100000 --per-run 500 --interrupts places --faults no
+
+.PHONY: faults
+faults: $(ENV) $(COMPILED)  ## every call that the manager makes of its device refused, alone and with another, on both builds
+	for build in interpreted compiled; do \
+	    (cd build/compiled && $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED) --count $(EVERY)) || exit 1; \
+	done
 
 .PHONY: compile
 compile: $(ENV) $(COMPILED)  ## the compiled wheel, in dist/

@@ -13,7 +13,8 @@ from time import perf_counter
 
 from kv_cache_manager_v2 import build_info
 from tests.hunt.base import Found
-from tests.hunt.counting import every, pairs, run, workload
+from tests.hunt.chapters import WORKLOADS
+from tests.hunt.counting import alone, run, together
 from tests.hunt.hunter import Hunter
 from tests.hunt.interrupts import Calls, InterruptedHunter, Places, Source, Timer, follow
 from tests.hunt.setups import MODELS, SCHEDULES, Setup, draw
@@ -33,7 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--keep-going", action="store_true", help="go on after a finding; the exit status is 1 all the same")
     parser.add_argument(
-        "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the points"
+        "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the cases"
     )
     parser.add_argument("--streams", type=int, default=0, help="instead, serve so many requests, each with a stream of its own")
     parser.add_argument("--interrupts", choices=("timer", "places", "calls"), default=None, help="interrupt calls at random")
@@ -112,20 +113,25 @@ def streams(options: argparse.Namespace) -> int:
 
 
 def count(options: argparse.Namespace) -> int:
-    """Every driver call of a workload refused, once, twice and for ever, with each exception; then pairs."""
+    """Every driver call of each workload refused, alone and with a second one."""
     kinds: Counter[str] = Counter()
-    done = 0
+    points = done = 0
     start = perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvcm-hunt-") as folder:
-        for model in (options.model,) if options.model else MODELS:
-            setup = workload(model)
-            plain = run(setup, folder, [])
-            points = [*every(plain.calls, plain.end_calls), *pairs(plain.calls, plain.calls, options.seed)]
-            print(f"{model}: {plain.calls} calls, {plain.end_calls} of them of the shutdown, {len(points)} points", flush=True)
-            for point in points[options.seed % options.count :: options.count]:
+        for workload in WORKLOADS:
+            if options.model not in (None, workload.model):
+                continue
+            plain = run(workload, folder, [])
+            cases = [*alone(plain), *together(plain)]
+            points += len(plain.names) + len(plain.end_names)
+            print(
+                f"{workload.describe()}: {len(plain.names)} calls and {len(plain.end_names)} of the shutdown, {len(cases)} cases",
+                flush=True,
+            )
+            for case in cases[options.seed % options.count :: options.count]:
                 done += 1
                 try:
-                    run(setup, folder, point)
+                    run(workload, folder, case)
                 except Found as found:
                     kind = re.sub(r"0x[0-9a-f]+|\d+", "N", str(found).split("): ")[-1])[:120]
                     if kind not in kinds or options.keep_going:
@@ -133,7 +139,7 @@ def count(options: argparse.Namespace) -> int:
                     kinds[kind] += 1
     for kind, number in kinds.most_common():
         print(f"{number:6} {kind}")
-    print(f"{done:,} points in {perf_counter() - start:.0f} s, {sum(kinds.values())} findings; {build_info()}")
+    print(f"{points:,} points, {done:,} cases in {perf_counter() - start:.0f} s, {sum(kinds.values())} findings; {build_info()}")
     return 1 if kinds else 0
 
 

@@ -23,6 +23,7 @@ from kv_cache_manager_v2 import (
     EventMirror,
     KVCacheEventManager,
     KVCacheManager,
+    KVCacheManagerConfig,
     LogicError,
     OutOfMemoryError,
     PageDataLostError,
@@ -74,7 +75,7 @@ class Base:
         self.logger = logging.getLogger("kv_cache_manager_v2")
         self.logger_before = self.logger.handlers, self.logger.propagate
         self.logger.handlers, self.logger.propagate = [self.log], False
-        self.manager = KVCacheManager(manager_config(setup, folder), self.listener, driver=self.driver)
+        self.manager = KVCacheManager(self.config(folder), self.listener, driver=self.driver)
         self.tpb = setup.tokens_per_block
         self.memory: list[GroupMemory] = []
         self.map()
@@ -100,6 +101,9 @@ class Base:
         self.hangs: list[EmulatedGate] = []
         self.held: list[tuple[int, EmulatedGate]] = []  # blocked streams, and the operation at which they go on
         self.prompts = [[self._tokens(MAX_BLOCKS * self.tpb) for _ in range(4)] for _ in SCOPES]
+
+    def config(self, folder: str) -> KVCacheManagerConfig:
+        return manager_config(self.setup, folder)
 
     def _tokens(self, count: int) -> list[int]:
         vocabulary = self.setup.vocabulary

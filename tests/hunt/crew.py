@@ -17,7 +17,7 @@ from tests.hunt.base import Found
 from tests.hunt.hunter import WEIGHTS, Hunter
 from tests.hunt.setups import Setup
 
-ALONE: Final = ("resize_level", "adjust", "clear", "flush", "disturb", "settle", "check", "drop_handle", "grow_and_shrink", "fill")
+ALONE: Final = ("resize_level", "adjust", "clear", "flush", "disturb", "settle", "check", "drop_handle")
 
 
 class Member(Hunter):

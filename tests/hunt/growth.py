@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from kv_cache_manager_v2 import LogicError, OutOfMemoryError
 from tests.hunt.base import MAX_BLOCKS, MAX_OPEN, Found
 from tests.hunt.life import RequestLife
-from tests.hunt.memory import Text
 from tests.hunt.requests import Request
 
 
@@ -138,32 +137,6 @@ class RequestGrowth(RequestLife):
                 text.cut(length)
             request.written = min(request.written, length)
             request.state_at = request.written
-
-    def fill(self) -> None:
-        """Long prompts, one after the other, until what came first lies on the coldest level; then the first ones again."""
-        fresh = [self._tokens(10 * self.tpb) for _ in range(10)]
-        for prompt in (*fresh, *fresh[:3]):
-            number = next(self.numbers)
-            cache = self.attempt(None, self.manager.create_kv_cache, None, prompt, number)
-            if cache is None:
-                continue
-            found = cache.num_committed_tokens
-            text = Text(len(self.memory), 1000)
-            text.extend(prompt[:found])
-            request = Request(cache, number, 0, text)
-            request.prompt = prompt[found:]
-            self.open.append(request)
-            stream = self.give_stream(request)
-            if self.attempt(request, request.cache.resume, stream):
-                request.active = True
-                self.step(request, 0)
-                length = len(prompt)
-                history = found if self.setup.scratch_rewind is not None else None
-                if length == found or self._resize(request, length, history):
-                    self.step(request, length - found)
-                    if length > found:
-                        self._commit(request)
-            self._close(request)
 
     def disagg(self) -> None:
         """History that another instance computed: the pages outside of the windows never come.

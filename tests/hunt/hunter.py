@@ -50,8 +50,6 @@ WEIGHTS: Final = {
     "find": 2,
     "create_from_match": 2,
     "resize_level": 2,
-    "grow_and_shrink": 0,
-    "fill": 0,
     "adjust": 1,
     "clear": 1,
     "flush": 3,
