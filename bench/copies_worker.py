@@ -39,6 +39,7 @@ from kv_cache_manager_v2 import (
 from kv_cache_manager_v2.device.arenas import Arena, DiskArena
 from kv_cache_manager_v2.device.checksums import FileChecksums
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import NULL_POINT
 from kv_cache_manager_v2.layout.pools import build_layout
 from kv_cache_manager_v2.layout.sizing import size_levels
@@ -114,7 +115,9 @@ class Tiers:
         sizings = size_levels(layout, config)
         self.driver = EmulatedDriver("threads")
         self.timeline = Timeline(self.driver)
-        self.hierarchy = Hierarchy(self.driver, self.timeline, layout, sizings, config.cache_tiers, MovementCounters(1, 3))
+        self.hierarchy = Hierarchy(
+            self.driver, self.timeline, layout, sizings, config.cache_tiers, MovementCounters(1, 3), EvictionOrder()
+        )
         assert self.hierarchy.acquire([batch * batches], []) is None
         self.pages: list[Page] = [self.hierarchy.new_page(0, 35) for _i in range(batch * batches)]
         self.arenas: list[Arena] = [self.hierarchy.cells[0][level].arenas[0] for level in range(3)]

@@ -336,3 +336,38 @@ def mapping(values: object, name: str, what: str) -> Mapping[object, object]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is {shown(values)}; it must be a mapping of {what}")
     return values
+
+
+# --- fields of a record
+#
+# They are read and written by name: an assigned value is an `object` until it is checked. The compiled build would raise its own
+# TypeError if it read a field of the wrong type as an attribute.
+
+
+def check_whole_field(record: object, field: str, low: int, owner: str = "") -> None:
+    """Convert the field to an int from `low` to 2**63 - 1. Every integer type is accepted (numpy's too), bool is not."""
+    setattr(record, field, at_least(given(record, field), f"{field}{owner}", low))
+
+
+def check_kind_field(record: object, field: str, kind: type, owner: str = "") -> None:
+    """Raise ConfigError unless the field is None or an instance of `kind`."""
+    value = given(record, field)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a {kind.__name__}, or None")
+
+
+def check_list_field(record: object, field: str, kind: type, owner: str = "") -> None:
+    """Raise ConfigError unless the field is a sequence of instances of `kind`."""
+    value = given(record, field)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a list of {kind.__name__}")
+    for position, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise ConfigError(f"{field}{owner} has {shown(item)} at position {position}; each item must be a {kind.__name__}")
+
+
+def check_real_field(record: object, field: str) -> float:
+    """Convert the field to a float, and return it."""
+    number = real(given(record, field), field)
+    setattr(record, field, number)
+    return number

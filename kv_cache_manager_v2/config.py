@@ -14,12 +14,27 @@ import dataclasses
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, SupportsIndex
 
-from kv_cache_manager_v2.arguments import at_least, flag, given, instance, items_of, real, shown, text
+from kv_cache_manager_v2.arguments import (
+    at_least,
+    check_kind_field,
+    check_list_field,
+    check_real_field,
+    check_whole_field,
+    flag,
+    given,
+    instance,
+    items_of,
+    real,
+    shown,
+    text,
+)
 from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.eviction.choose import check_policy
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
 MIB: Final = 1 << 20
@@ -41,39 +56,6 @@ _FLAGS: Final = (
 )
 
 
-# The checks read and write fields by name: an assigned value is an `object` until it is checked. The compiled build would raise its
-# own TypeError if it read a field of the wrong type as an attribute.
-
-
-def _check_whole(record: object, field: str, low: int, owner: str = "") -> None:
-    """Convert the field to an int from `low` to 2**63 - 1. Every integer type is accepted (numpy's too), bool is not."""
-    setattr(record, field, at_least(given(record, field), f"{field}{owner}", low))
-
-
-def _check_kind(record: object, field: str, kind: type, owner: str = "") -> None:
-    """Raise ConfigError unless the field is None or an instance of `kind`."""
-    value = given(record, field)
-    if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a {kind.__name__}, or None")
-
-
-def _check_list(record: object, field: str, kind: type, owner: str = "") -> None:
-    """Raise ConfigError unless the field is a sequence of instances of `kind`."""
-    value = given(record, field)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise ConfigError(f"{field}{owner} is {shown(value)}; it must be a list of {kind.__name__}")
-    for position, item in enumerate(value):
-        if not isinstance(item, kind):
-            raise ConfigError(f"{field}{owner} has {shown(item)} at position {position}; each item must be a {kind.__name__}")
-
-
-def _check_real(record: object, field: str) -> float:
-    """Convert the field to a float, and return it."""
-    number = real(given(record, field), field)
-    setattr(record, field, number)
-    return number
-
-
 def tier_granularity(tier: CacheTier, quota: int) -> int:
     """Bytes of a grain of this much memory. GPU: 2 MiB below 2 GiB, doubling with the quota up to 32 MiB from 16 GiB on."""
     if tier == CacheTier.GPU_MEM:
@@ -92,7 +74,7 @@ class CacheTierConfig(ABC):
         self.validate()
 
     def validate(self) -> None:
-        _check_whole(self, "quota", 1, f" of {type(self).__name__}")
+        check_whole_field(self, "quota", 1, f" of {type(self).__name__}")
 
     def assert_valid(self) -> None:
         """`validate`, by the reference's name."""
@@ -186,9 +168,9 @@ class BufferConfig:
         if not isinstance(role, str):
             raise ConfigError(f'role of a buffer is {role!r}; it must be a string, such as "key"')
         owner = f" of buffer {role!r}"
-        _check_whole(self, "size", 1, owner)
+        check_whole_field(self, "size", 1, owner)
         if given(self, "tokens_per_block_override") is not None:
-            _check_whole(self, "tokens_per_block_override", 1, owner)
+            check_whole_field(self, "tokens_per_block_override", 1, owner)
 
     def expansion(self, tokens_per_block: SupportsIndex) -> int:
         """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
@@ -214,8 +196,8 @@ class LayerConfig(ABC):
         self.validate()
 
     def validate(self) -> None:
-        _check_whole(self, "layer_id", 0)
-        _check_list(self, "buffers", BufferConfig, f" of layer {self.layer_id}")
+        check_whole_field(self, "layer_id", 0)
+        check_list_field(self, "buffers", BufferConfig, f" of layer {self.layer_id}")
         if len(self.buffers) == 0:
             raise ConfigError(f"layer {self.layer_id} has no buffers; give it at least one")
         roles: set[str] = set()
@@ -259,15 +241,15 @@ class AttentionLayerConfig(LayerConfig):
         super().validate()
         owner = f" of layer {self.layer_id}"
         if given(self, "sliding_window_size") is not None:
-            _check_whole(self, "sliding_window_size", 1, owner)
+            check_whole_field(self, "sliding_window_size", 1, owner)
         if given(self, "num_sink_tokens") is not None:
-            _check_whole(self, "num_sink_tokens", 0, owner)
+            check_whole_field(self, "num_sink_tokens", 0, owner)
             if self.num_sink_tokens != 0 and self.sliding_window_size is None:
                 raise ConfigError(
                     f"num_sink_tokens of layer {self.layer_id} is {self.num_sink_tokens} without a window; "
                     "set sliding_window_size, or omit the sinks: full attention sees every token anyway"
                 )
-        _check_list(self, "states", BufferConfig, owner)
+        check_list_field(self, "states", BufferConfig, owner)
         for part in self.parts()[1:]:
             for role in {buffer.role for buffer in self.buffers} & {state.role for state in part.buffers}:
                 raise ConfigError(f"layer {self.layer_id} has a buffer and a state of role {role!r}; roles must be unique")
@@ -323,8 +305,8 @@ class KVCacheDesc:
         self.validate()
 
     def validate(self) -> None:
-        _check_whole(self, "capacity", 0, " of KVCacheDesc")
-        _check_whole(self, "history_length", 0, " of KVCacheDesc")
+        check_whole_field(self, "capacity", 0, " of KVCacheDesc")
+        check_whole_field(self, "history_length", 0, " of KVCacheDesc")
         if self.history_length > self.capacity:
             raise ConfigError(
                 f"KVCacheDesc.history_length is {self.history_length}; it must not exceed the capacity, {self.capacity}"
@@ -342,8 +324,8 @@ class BatchDesc:
         self.validate()
 
     def validate(self) -> None:
-        _check_whole(self, "system_prompt_length", 0, " of BatchDesc")
-        _check_list(self, "kv_caches", KVCacheDesc, " of BatchDesc")
+        check_whole_field(self, "system_prompt_length", 0, " of BatchDesc")
+        check_list_field(self, "kv_caches", KVCacheDesc, " of BatchDesc")
         for desc in self.kv_caches:
             desc.validate()
 
@@ -358,7 +340,7 @@ class SwaScratchReuseConfig:
         self.validate()
 
     def validate(self) -> None:
-        _check_whole(self, "max_rewind_len", 0, " of SwaScratchReuseConfig")
+        check_whole_field(self, "max_rewind_len", 0, " of SwaScratchReuseConfig")
 
 
 @dataclass
@@ -389,6 +371,7 @@ class KVCacheManagerConfig:
     allow_seq_rebasing: bool = True  # a commit may exchange a request's page for that of an identical cached block
     commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
     snapshot_at_block_ends: bool = False  # with commit_min_snapshot: a commit that ends inside a block makes no snapshot
+    eviction_policy: str | Callable[[], EvictionPolicy] = "lru"  # a name, or what makes a policy, such as its class
 
     def __post_init__(self) -> None:
         self.validate()
@@ -410,19 +393,19 @@ class KVCacheManagerConfig:
 
     def validate(self) -> None:
         """Validate all fields, including those assigned after construction. Raises ConfigError."""
-        _check_whole(self, "tokens_per_block", 1)
+        check_whole_field(self, "tokens_per_block", 1)
         self._validate_tiers()
         self._validate_layers()
-        max_util = _check_real(self, "max_util_for_resume")
+        max_util = check_real_field(self, "max_util_for_resume")
         if not 0.0 < max_util <= 1.0:
             raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
-        _check_whole(self, "reuse_match_backoff", 0)
-        _check_whole(self, "miss_history", 0)
+        check_whole_field(self, "reuse_match_backoff", 0)
+        check_whole_field(self, "miss_history", 0)
         for field in _FLAGS:
             flag(given(self, field), field)
-        _check_list(self, "constraints", BatchDesc)
-        _check_kind(self, "typical_step", BatchDesc)
-        _check_kind(self, "swa_scratch_reuse", SwaScratchReuseConfig)
+        check_list_field(self, "constraints", BatchDesc)
+        check_kind_field(self, "typical_step", BatchDesc)
+        check_kind_field(self, "swa_scratch_reuse", SwaScratchReuseConfig)
         for batch in self.constraints:
             batch.validate()
         if self.typical_step is not None:
@@ -433,11 +416,12 @@ class KVCacheManagerConfig:
         self._validate_rebalance()
         if text(given(self, "block_key_hash"), "block_key_hash") not in ("blake3", "sha256"):
             raise ConfigError(f'block_key_hash is {self.block_key_hash!r}; it must be "blake3" or "sha256"')
+        check_policy(given(self, "eviction_policy"))
         for tier_config in self.cache_tiers:
             tier_config.check_use(self)
 
     def _validate_tiers(self) -> None:
-        _check_list(self, "cache_tiers", CacheTierConfig)
+        check_list_field(self, "cache_tiers", CacheTierConfig)
         if len(self.cache_tiers) == 0 or self.cache_tiers[0].tier != CacheTier.GPU_MEM:
             first = self.cache_tiers[0].tier.name if self.cache_tiers else "nothing"
             raise ConfigError(f"cache_tiers begins with {first}; it must begin with a GpuCacheTierConfig")
@@ -452,7 +436,7 @@ class KVCacheManagerConfig:
             warmest = tier_config.tier
 
     def _validate_layers(self) -> None:
-        _check_list(self, "layers", LayerConfig)
+        check_list_field(self, "layers", LayerConfig)
         if len(self.layers) == 0:
             raise ConfigError("layers is empty; it must have at least one layer")
         seen: set[int] = set()
@@ -487,14 +471,14 @@ class KVCacheManagerConfig:
             raise ConfigError(f"initial_pool_ratio values must sum to 1.0, but {weights} sum to {sum(weights)}")
 
     def _validate_rebalance(self) -> None:
-        _check_whole(self, "rebalance_min_sampled_kv_caches", 0)
-        _check_whole(self, "rebalance_target_ratio_update_interval", 1)
-        cooldown = _check_real(self, "rebalance_cooldown_secs")
+        check_whole_field(self, "rebalance_min_sampled_kv_caches", 0)
+        check_whole_field(self, "rebalance_target_ratio_update_interval", 1)
+        cooldown = check_real_field(self, "rebalance_cooldown_secs")
         if not 0.0 <= cooldown < math.inf:
             raise ConfigError(f"rebalance_cooldown_secs is {cooldown}; it must be finite and at least 0")
-        threshold = _check_real(self, "rebalance_ratio_threshold")
+        threshold = check_real_field(self, "rebalance_ratio_threshold")
         if not 1.0 < threshold < math.inf:
             raise ConfigError(f"rebalance_ratio_threshold is {threshold}; it must be finite and above 1")
-        decay = _check_real(self, "rebalance_moving_average_decay")
+        decay = check_real_field(self, "rebalance_moving_average_decay")
         if not 0.0 < decay < 1.0:
             raise ConfigError(f"rebalance_moving_average_decay is {decay}; it must be between 0 and 1, exclusive")

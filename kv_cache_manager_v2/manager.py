@@ -35,6 +35,7 @@ from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.diagnostics import debug_wanted
 from kv_cache_manager_v2.errors import ConfigError, CorruptedError, LogicError, OutOfPagesError
 from kv_cache_manager_v2.events.manager import KVCacheEventManager
+from kv_cache_manager_v2.eviction.choose import make_policy
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import CacheLevel, Point
 from kv_cache_manager_v2.kv_cache import KVCache
@@ -94,12 +95,13 @@ class KVCacheManager(ManagerReuse):
             listener.attached(config.block_key_hash)
         layout = build_layout(config)
         sizings = size_levels(layout, config)
+        policy = make_policy(config.eviction_policy)
         device = given if given is not None else default_driver()
         begin_construction(device)
         timeline = Timeline(device)
         try:
             counters = MovementCounters(len(layout.life_cycles), len(sizings))
-            hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters)
+            hierarchy = Hierarchy(device, timeline, layout, sizings, config.cache_tiers, counters, policy.order)
             guard: GuardedListener | None = None
             if listener is not None and type(listener) is not KVCacheEventManager:  # an engine's class may raise
                 guard = GuardedListener(listener)
@@ -110,7 +112,7 @@ class KVCacheManager(ManagerReuse):
             tuner = Tuner(layout, config, sizings, now)
             ledger = StatisticsLedger(config.enable_stats, config.commit_stats_on_close, layout, hierarchy)
             debug = debug_wanted()
-            shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, debug, given is None)
+            shared = ManagerState(config, layout, device, timeline, hierarchy, tree, tuner, ledger, policy, debug, given is None)
         except BaseException:
             abandon(device, given is None)
             raise

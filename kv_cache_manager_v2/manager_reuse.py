@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kv_cache_manager_v2.arguments import instance_or_none, items_of, octets, renamed
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 from kv_cache_manager_v2.request.call import look
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
@@ -68,6 +69,11 @@ class ManagerReuse(ManagerSteps):
             config = self._config
             search = Search(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, bounds)
             return ReuseMatch(self._shared, search)
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """The policy that the configuration asked for. It belongs to this manager alone."""
+        return self._shared.eviction_policy
 
     @property
     def num_published_blocks(self) -> int:

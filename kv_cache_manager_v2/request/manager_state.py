@@ -13,6 +13,7 @@ from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.host_wait import HostWaits
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 from kv_cache_manager_v2.guarded_listener import GuardedListener
 from kv_cache_manager_v2.ids import PageStatus
 from kv_cache_manager_v2.layout.life_cycle import LifeCycle
@@ -45,6 +46,7 @@ class ManagerState:
         tree: RadixTree,
         tuner: Tuner,
         ledger: StatisticsLedger,
+        eviction_policy: EvictionPolicy,
         debug: bool,
         owns_driver: bool,
     ) -> None:
@@ -56,6 +58,7 @@ class ManagerState:
         self.tree = tree
         self.tuner = tuner  # samples the lengths of requests to adjust the pool ratio
         self.ledger = ledger  # statistics
+        self.eviction_policy = eviction_policy
         self.debug = debug  # audit every structure after every public call
         self.max_util_for_resume: float = config.max_util_for_resume
         self.commit_min_snapshot: bool = config.commit_min_snapshot
@@ -87,7 +90,7 @@ class ManagerState:
         self.mutex = threading.RLock()
         self.lock: Lock = make_lock(self.mutex)
         self.running = ""  # name of the call in progress; stays set if an exception left the call before its end
-        self.calling_out = False  # whether a priority callback is running, on the thread that has the lock
+        self.calling_out = False  # whether a priority callback or an eviction policy is running, on the thread that has the lock
         self.refusal = ""  # why calls that change something are refused; empty if they are allowed
         self.poison = ""  # why the manager is poisoned; `refusal` is set too then
         self.repaired = False  # poisoned, but cleared since and audited successfully
@@ -106,7 +109,10 @@ class ManagerState:
     def nested_call_error(self, call: str) -> str:
         """The error text for a call inside another call of the same thread."""
         if self.calling_out:
-            return f"{call}: a priority callback must not call the manager or its caches, since it runs inside {self.running}"
+            return (
+                f"{call}: a priority callback or an eviction policy must not call the manager or its caches, since it runs inside "
+                f"{self.running}"
+            )
         if self.guard is not None and self.guard.telling:
             return f"{call}: a cache listener must not call the manager or its caches, since it runs inside {self.running}"
         return f"{call}: called inside {self.running} by the same thread; finalisers, signal handlers and drivers must not do that"

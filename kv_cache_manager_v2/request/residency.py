@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kv_cache_manager_v2.errors import ConfigError, KVCacheError
 from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, PRIORITY_DEFAULT, CacheTier, Point, Stream
-from kv_cache_manager_v2.request import publication, scratch
+from kv_cache_manager_v2.request import ending, publication, scratch
 from kv_cache_manager_v2.request.commit import stop_committing
 from kv_cache_manager_v2.request.counts import end_stats
 from kv_cache_manager_v2.request.request import ACTIVE, CLOSED, SUSPENDED, Request
@@ -324,6 +324,7 @@ def close(request: Request) -> None:
         return
     shared = request.shared
     point = NULL_POINT
+    worth = -1 if shared.eviction_policy.order.classes == 1 else ending.class_of(request)
     if request.loads is not None:
         request.check_transfers()
     publication.take_back(request)
@@ -342,6 +343,8 @@ def close(request: Request) -> None:
         request.loads = None
     if request.capacity > 0 and not request.excluded():
         shared.tuner.sample_closed(*request.mean_lengths())
+    if worth >= 0:
+        ending.set_class(request, worth)
     _end_pages(request, point)
     if shared.tree.duplicates:
         shared.tree.forget_duplicates(request.path)

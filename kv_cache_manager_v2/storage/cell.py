@@ -14,6 +14,7 @@ from typing import Final
 from kv_cache_manager_v2.device.arenas import Arena
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import CorruptedError
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
 from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, DROPPABLE, HELD, JUST_HELD, PINNED, Page
@@ -30,22 +31,24 @@ MOST_JUST_HELD: Final = 256
 class Cell:
     """The slots of one pool group on one level, the pages in them, and an arena for each pool."""
 
-    def __init__(self, timeline: Timeline, level: int, pool_group: int, tier: Tier, keeps_held: bool) -> None:
+    def __init__(
+        self, timeline: Timeline, level: int, pool_group: int, tier: Tier, keeps_held: bool, eviction: EvictionOrder
+    ) -> None:
         """`keeps_held`: held pages are pinned, as on the last level, from which they cannot be moved."""
         self.level = level
         self.pool_group = pool_group
         self.tier = tier
         self.keeps_held = keeps_held
+        self.eviction = eviction
         self.pins_all = False  # for swap slots: their pages are never evicted
         self.allocator = SlotAllocator(timeline, 0)
         self.arenas: list[Arena] = []  # by pool, all with as many slots
         self.copier = tier.make_copier(pool_group, self.arenas)
         self.evictable = 0  # evictable pages, including those with file transfers in flight
-        self.droppable = PageQueue()
-        self.held = PageQueue()
+        self.droppable = PageQueue(eviction)
+        self.held = PageQueue(eviction)
         self.busy = PageList()  # evictable once their file transfers have ended
         self.pinned = PageList()
-        self._clock = 0  # age of the youngest page
         self._just_held = 0  # pages in `droppable` that are held
         self.writes: dict[int, int] = {}  # slot -> file transfers that may still write to it
         self.kept: dict[int, Point] = {}  # slot without a page that such a transfer may write to -> end of its last use
@@ -108,8 +111,10 @@ class Cell:
             and not self.pins_all
         ):
             self.pinned.remove(page)
-            self._clock += 1
-            page.age = self._clock
+            eviction = self.eviction
+            age = eviction.clock + 1
+            eviction.clock = age
+            page.age = age
             page.list = DROPPABLE
             self.evictable += 1
             self.droppable.push(page)
@@ -185,11 +190,23 @@ class Cell:
         page.priority = priority
         self._join(page, wanted)
 
+    def set_worth(self, page: Page, worth: int) -> None:
+        """Change a page's eviction class. An evictable page keeps its age."""
+        wanted = page.list
+        if wanted not in (DROPPABLE, JUST_HELD, HELD):
+            page.worth = worth
+            return
+        queue = self.held if wanted == HELD else self.droppable
+        queue.remove(page)
+        page.worth = worth
+        queue.insert(page)
+
     def _join(self, page: Page, wanted: int) -> None:
         if wanted == JUST_HELD:
             wanted = HELD
-        self._clock += 1
-        page.age = self._clock
+        age = self.eviction.clock + 1
+        self.eviction.clock = age
+        page.age = age
         page.list = wanted
         self.evictable += 1
         if wanted == DROPPABLE:
@@ -291,9 +308,9 @@ class Cell:
     def order(self) -> list[Page]:
         """The evictable pages, the next one to be evicted first. O(pages log pages)."""
         found = self.droppable.pages() + self.held.pages() + self.busy.pages()
-        keys = sorted([(page.priority, page.age) for page in found])
-        by_key = {(page.priority, page.age): page for page in found}
-        return [by_key[key] for key in keys]
+        credits = self.eviction.credits
+        keyed = {(page.priority, page.age + credits[page.worth], page.worth): page for page in found}
+        return [keyed[key] for key in sorted(keyed)]
 
     def pages(self) -> list[Page]:
         """All pages: the evictable ones in eviction order, then the pinned ones. O(pages log pages)."""

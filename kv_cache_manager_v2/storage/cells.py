@@ -10,6 +10,7 @@ from typing import Final
 from kv_cache_manager_v2.config import CacheTierConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.timeline import Timeline
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.layout.pools import StorageLayout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.storage.cell import Cell
@@ -31,6 +32,7 @@ class Cells:
         layout: StorageLayout,
         sizings: Sequence[LevelSizing],
         tier_configs: Sequence[CacheTierConfig],
+        eviction: EvictionOrder,
     ) -> None:
         """Allocates the memory of all levels. On an exception, none remains allocated."""
         self.driver = driver
@@ -45,7 +47,7 @@ class Cells:
                 tier = make_tier(driver, sizings[level], tier_configs[level])
                 self.tiers.append(tier)
                 for group in range(layout.num_pool_groups):
-                    cell = Cell(timeline, level, group, tier, level == len(sizings) - 1)
+                    cell = Cell(timeline, level, group, tier, level == len(sizings) - 1, eviction)
                     self.by_group[group].append(cell)
                     for slot_bytes in layout.slot_sizes[group]:
                         cell.arenas.append(tier.make_arena(slot_bytes))

@@ -22,6 +22,7 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.device.staging import DEFAULT_RING_BYTES, REGION_ALIGNMENT, StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import LogicError
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import GPU_LEVEL, NO_SLOT, NULL_POINT, Point, Stream
 from kv_cache_manager_v2.layout.arithmetic import round_up
 from kv_cache_manager_v2.layout.pools import StorageLayout
@@ -52,6 +53,7 @@ class Hierarchy(PageKeeper):
         sizings: Sequence[LevelSizing],
         tier_configs: Sequence[CacheTierConfig],
         counters: MovementCounters,
+        eviction: EvictionOrder,
     ) -> None:
         """Allocates the memory of all levels. If that fails, none remains allocated."""
         self.num_levels = len(sizings)
@@ -68,7 +70,7 @@ class Hierarchy(PageKeeper):
         self._merged: Point = NULL_POINT  # the cached result of `_later`, for these two points:
         self._merged_first: Point = NULL_POINT
         self._merged_second: Point = NULL_POINT
-        self._all_cells = Cells(driver, timeline, layout, sizings, tier_configs)
+        self._all_cells = Cells(driver, timeline, layout, sizings, tier_configs, eviction)
         self.cells = self._all_cells.by_group  # by pool group and level
         self.gpu: list[Cell] = self._all_cells.of_level(GPU_LEVEL)  # by pool group
         self._gpu_of: list[Cell] = [self.gpu[group] for group in layout.pool_group_of]  # by life cycle

@@ -189,7 +189,7 @@ class Mover:
         swap = cell.swap
         if swap is None:
             tier = HostTier(self._driver)
-            swap = Cell(self._timeline, cell.level, cell.pool_group, tier, True)
+            swap = Cell(self._timeline, cell.level, cell.pool_group, tier, True, cell.eviction)
             swap.pins_all = True
             swap.arenas.extend([tier.make_arena(arena.slot_bytes) for arena in cell.arenas])
             self._swaps.append(swap)

@@ -53,12 +53,13 @@ class Page:
         """`cell` is None for the sentinel of a list."""
         # four bytes each, then one byte each: no padding
         self.life_cycle: i32 = life_cycle
-        self.priority: i32 = priority  # 0 to 100; must not change while it is evictable
         self.holds: i32 = 0
         self.locks: i32 = 0
         self.coverage: i32 = 0  # attention: leading tokens of the block that are valid; SSM: exact position of the snapshot
         self.transfers: i32 = 0  # file transfers of its bytes in flight; unless 0, the bytes are unconfirmed
         self.plans: i32 = 0  # planned drops that include it; the last one drops it if it is droppable
+        self.priority: u8 = priority  # 0 to 100; must not change while it is evictable
+        self.worth: u8 = 0 if cell is None else cell.eviction.usual  # its eviction class; must not change while it is evictable
         self.list: u8 = PINNED  # which list of its cell it is in
         self.indexed = False  # it is an entry of that list's index
         self.near = False  # the list starts its next search here

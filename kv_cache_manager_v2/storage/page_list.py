@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from mypy_extensions import i64
+
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, PRIORITY_MAX
 from kv_cache_manager_v2.storage.page import Page
 
-INDEX_SPACING: Final = 64  # pages between two entries of the index; a power of two
+INDEX_SPACING: Final = 64  # pages between two entries of the index
 NEAR: Final = 8  # steps from the latest insertion before the index is searched: pages of a request are close to each other
+_NONE: Final = Page(-1, None, NO_SLOT, 0, NULL_POINT)  # in no list: a sentinel for a class without pages
 
 
 class PageList:
@@ -28,6 +32,7 @@ class PageList:
         self.end = end  # the sentinel: its `after` is the first page, its `before` the last
         self._index: list[Page] = []  # some of the pages, by increasing age
         self._near: Page | None = None  # the page inserted last
+        self.unindexed = 0  # pages added at the back since the last entry of the index
 
     def append(self, page: Page) -> None:
         """Add a page at the back."""
@@ -96,6 +101,7 @@ class PageList:
 
     def add_entry(self, page: Page) -> None:
         """Add the last page to the index."""
+        self.unindexed = 0
         self._index.append(page)
         page.indexed = True
 
@@ -186,21 +192,27 @@ class PageList:
 
 
 class PageQueue:
-    """Pages in eviction order: lowest priority first, then smallest age. Each priority has a list, created at first use."""
+    """Pages in eviction order: lowest priority first, then smallest rank; see eviction/order.py.
 
-    def __init__(self) -> None:
+    Each class of each priority has a list by age, created at first use. The next page is the oldest of one of the classes of the
+    lowest priority, so nothing is searched or sorted.
+    """
+
+    def __init__(self, eviction: EvictionOrder) -> None:
         self.length = 0
-        self._lists: list[PageList | None] = [None] * (PRIORITY_MAX + 1)  # by priority
-        self._lowest = PRIORITY_MAX + 1  # no list below this one has pages
+        self._eviction = eviction
+        self._classes = eviction.classes
+        self._lists: list[PageList | None] = [None] * ((PRIORITY_MAX + 1) * eviction.classes)  # by priority, then by class
+        self._lowest = PRIORITY_MAX + 1  # no list of a lower priority has pages
 
     def push(self, page: Page) -> None:
-        """Add a page as the youngest of its priority."""
-        priority = page.priority
-        pages = self._lists[priority]
-        if pages is None or priority < self._lowest:
+        """Add a page as the youngest of its class."""
+        pages = self._lists[i64(page.priority) * self._classes + i64(page.worth)]
+        if pages is None or page.priority < self._lowest:
             pages = self._list_of(page)
         pages.append(page)
-        if page.age & (INDEX_SPACING - 1) == 0:
+        pages.unindexed += 1
+        if pages.unindexed >= INDEX_SPACING:
             pages.add_entry(page)
         self.length += 1
 
@@ -211,37 +223,79 @@ class PageQueue:
 
     def remove(self, page: Page) -> None:
         """Remove a page."""
-        pages = self._lists[page.priority]
+        pages = self._lists[i64(page.priority) * self._classes + i64(page.worth)]
         assert pages is not None, "a page was removed from a queue that it is not in"
         pages.remove(page)
         self.length -= 1
 
     def first(self) -> Page | None:
-        """The next page to be evicted; None if empty. O(1) amortised, at most O(priorities)."""
+        """The next page to be evicted; None if empty. O(classes) amortised, at most O(priorities x classes)."""
         if self.length == 0:
             return None
         priority = self._lowest
         while True:
-            pages = self._lists[priority]
-            if pages is not None and pages.end.after is not pages.end:
+            page = self._front(priority)
+            if page is not None:
                 self._lowest = priority
-                return pages.end.after
+                return page
             priority += 1
 
-    def next(self, page: Page) -> Page | None:
-        """The page to be evicted after this one; None if it is the last."""
+    def next(self, page: Page, fronts: list[Page]) -> Page | None:
+        """The page to be evicted after this one; None if it is the last. O(classes).
+
+        `fronts` is the memory of an iteration, empty at its beginning: the page at which each list of the priority continues.
+        """
         after = page.after
         assert after is not None
-        if after.life_cycle >= 0:
-            return after
+        if self._classes == 1:
+            if after.life_cycle >= 0:
+                return after
+        else:
+            if not fronts:
+                fronts.extend(self._fronts(page.priority))
+            fronts[page.worth] = after
+            best = self._eviction_first(fronts)
+            if best is not None:
+                return best
+            fronts.clear()
         for priority in range(page.priority + 1, PRIORITY_MAX + 1):
-            pages = self._lists[priority]
-            if pages is not None and pages.end.after is not pages.end:
-                return pages.end.after
+            front = self._front(priority)
+            if front is not None:
+                return front
         return None
 
+    def _front(self, priority: int) -> Page | None:
+        """The next page to be evicted of one priority; None if it has no pages."""
+        if self._classes == 1:
+            pages = self._lists[priority]
+            return pages.end.after if pages is not None and pages.end.after is not pages.end else None
+        return self._eviction_first(self._fronts(priority))
+
+    def _fronts(self, priority: int) -> list[Page]:
+        """The oldest page of each class of a priority; a sentinel for a class without pages."""
+        fronts: list[Page] = []
+        place: i64 = i64(priority) * self._classes
+        for worth in range(self._classes):
+            pages = self._lists[place + worth]
+            page = None if pages is None else pages.end.after
+            fronts.append(_NONE if page is None else page)
+        return fronts
+
+    def _eviction_first(self, fronts: list[Page]) -> Page | None:
+        """The page of smallest rank; None if all are sentinels."""
+        credits = self._eviction.credits
+        best: Page | None = None
+        least = 0
+        for page in fronts:
+            if page.life_cycle >= 0:
+                rank = page.age + credits[page.worth]
+                if best is None or rank < least:
+                    best = page
+                    least = rank
+        return best
+
     def pages(self) -> list[Page]:
-        """All pages in eviction order. O(length)."""
+        """All pages, by priority, class and age. O(length)."""
         return [page for pages in self._lists if pages is not None for page in pages.pages()]
 
     def close(self) -> None:
@@ -249,30 +303,33 @@ class PageQueue:
         for pages in self._lists:
             if pages is not None:
                 pages.close()
-        self._lists = [None] * (PRIORITY_MAX + 1)
+        self._lists = [None] * len(self._lists)
         self.length = 0
 
     def _list_of(self, page: Page) -> PageList:
-        priority = page.priority
-        if priority < self._lowest:
-            self._lowest = priority
-        pages = self._lists[priority]
+        if page.priority < self._lowest:
+            self._lowest = page.priority
+        place: i64 = i64(page.priority) * self._classes + i64(page.worth)
+        pages = self._lists[place]
         if pages is None:
             pages = PageList()
-            self._lists[priority] = pages
+            self._lists[place] = pages
         return pages
 
     def check_invariants(self) -> None:
-        """Assert that pages are in the list of their priority, in order, and counted. O(length)."""
+        """Assert that pages are in the list of their priority and class, in order, and counted. O(length)."""
         length = 0
-        for priority in range(PRIORITY_MAX + 1):
-            pages = self._lists[priority]
+        for place in range(len(self._lists)):
+            pages = self._lists[place]
             if pages is None:
                 continue
             pages.check_invariants(True)
             found = pages.pages()
             length += len(found)
+            priority, worth = divmod(place, int(self._classes))
             for page in found:
-                assert page.priority == priority, f"a page of priority {page.priority} in the list of {priority}"
+                assert (page.priority, page.worth) == (priority, worth), (
+                    f"a page of priority {page.priority}, class {page.worth} in the list of {priority}, {worth}"
+                )
             assert not found or priority >= self._lowest, f"priority {priority} has pages below the hint {self._lowest}"
         assert length == self.length, f"{length} pages are queued, the count says {self.length}"

@@ -115,20 +115,23 @@ class EvictionCursor:
         self._cell = cell
         self._plan_number = plan_number
         self._droppable = cell.droppable.first()
-        self._held = cell.held.first()
+        self._held = cell.held.first() if cell.held.length > 0 else None
+        self._fronts: list[Page] = []  # see `PageQueue.next`
+        self._held_fronts: list[Page] = []
 
     def next(self, held_too: bool) -> Page | None:
         """The next page to evict; None if there is none."""
+        cell = self._cell
         while True:
             page = self._droppable
             held = self._held
             if held_too and held is not None and (page is None or _goes_first(held, page)):
                 page = held
-                self._held = self._cell.held.next(held)
+                self._held = cell.held.next(held, self._held_fronts)
             elif page is not None:
-                self._droppable = self._cell.droppable.next(page)
+                self._droppable = cell.droppable.next(page, self._fronts)
                 if page.list == JUST_HELD and not held_too:
-                    self._cell.move_to_held(page)
+                    cell.move_to_held(page)
                     continue
             else:
                 return None
@@ -140,7 +143,10 @@ def _goes_first(page: Page, other: Page) -> bool:
     """Whether a page is evicted before another page of its cell."""
     if page.priority != other.priority:
         return page.priority < other.priority
-    return page.age < other.age
+    credits = page.cell.eviction.credits
+    rank = page.age + credits[page.worth]
+    other_rank = other.age + credits[other.worth]
+    return rank < other_rank or (rank == other_rank and page.worth < other.worth)
 
 
 class GroupCounts:

@@ -57,6 +57,8 @@ from kv_cache_manager_v2.events.records import (
     UniqueToken,
     serialize_events,
 )
+from kv_cache_manager_v2.eviction.order import EvictionOrder
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy, RequestEnd
 from kv_cache_manager_v2.external_pages import ExternalGpuTierConfig, Transfer
 from kv_cache_manager_v2.ids import (
     BAD_PAGE_INDEX,
@@ -139,6 +141,9 @@ __all__ = [
     "commit_batch",
     "Step",
     "MakeRoom",
+    "EvictionOrder",
+    "EvictionPolicy",
+    "RequestEnd",
     "SuspendCheapest",
     "SuspendYoungest",
     "PlainBatchTables",

@@ -8,10 +8,11 @@ so that subclasses of users work on both builds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, SupportsIndex
 
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
 
 MIB: Final[int]
@@ -199,6 +200,7 @@ class KVCacheManagerConfig:
     allow_seq_rebasing: bool = True
     commit_stats_on_close: bool = False
     snapshot_at_block_ends: bool = False
+    eviction_policy: str | Callable[[], EvictionPolicy] = "lru"
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...

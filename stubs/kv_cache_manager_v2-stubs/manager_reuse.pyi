@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
@@ -38,6 +39,10 @@ class ManagerReuse(ManagerSteps):
 
         For a scheduler that retries admission: the tree is searched again only if it has changed.
         """
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """The policy that the configuration asked for. It belongs to this manager alone."""
 
     @property
     def num_published_blocks(self) -> int:

@@ -165,6 +165,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "offsets": always(None),
     "num_new_tokens": always([4]),
     "make_room": always(None),
+    "EvictionOrder.set_credits.credits": always([3]),
     "also": lambda scene: [scene.active],
     "Step.advance.num_tokens": always([3]),
     "Step.commit.tokens": always([[100]]),

@@ -64,6 +64,18 @@ def books(worker: kvcm.Transfer | None) -> kvcm.CacheTierConfig:
     return kvcm.ExternalGpuTierConfig(100, worker)
 
 
+class KeepLong(kvcm.EvictionPolicy):
+    """A policy of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(credits=[0, 1000], usual=0)
+        order: kvcm.EvictionOrder = self.order
+        order.set_credits([0, 2000])
+
+    def class_of(self, end: kvcm.RequestEnd) -> int:
+        return 1 if end.num_tokens > 1000 else 0
+
+
 def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> None:
     """One request, and what is asked about it."""
     scope = kvcm.ReuseScope(7, salt=11)

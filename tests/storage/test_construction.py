@@ -10,6 +10,7 @@ from kv_cache_manager_v2 import KVCacheError, KVCacheManager
 from kv_cache_manager_v2.config import DiskCacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -26,7 +27,7 @@ def build(driver: EmulatedDriver, path: str) -> Hierarchy:
         sizing = LevelSizing(tier.tier, tier.quota, tier.quota, GRAIN[tier.tier])
         sizing.slots = [5, 7]
         sizings.append(sizing)
-    return Hierarchy(driver, Timeline(driver), layout, sizings, tiers, MovementCounters(2, 3))
+    return Hierarchy(driver, Timeline(driver), layout, sizings, tiers, MovementCounters(2, 3), EvictionOrder())
 
 
 def test_closing_twice_and_without_use(tmp_path: Path) -> None:

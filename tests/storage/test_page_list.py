@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import NULL_POINT, SlotId
 from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.page_list import INDEX_SPACING, NEAR, PageList, PageQueue
@@ -55,7 +56,7 @@ def test_a_page_in_no_list_cannot_leave_one() -> None:
 
 
 def test_lowest_priority_first_then_oldest() -> None:
-    queue = PageQueue()
+    queue = PageQueue(EvictionOrder())
     pages = [page_of(1, 35), page_of(2, 10), page_of(3, 35), page_of(4, 100), page_of(5, 0)]
     for page in pages:
         queue.push(page)
@@ -66,7 +67,7 @@ def test_lowest_priority_first_then_oldest() -> None:
 
 def test_emptied_priority_is_passed_over() -> None:
     """The last page of the lowest priority leaves; the next one to be evicted is of the next priority."""
-    queue = PageQueue()
+    queue = PageQueue(EvictionOrder())
     low, high = page_of(1, 1), page_of(2, 2)
     queue.push(low)
     queue.push(high)
@@ -79,36 +80,52 @@ def test_emptied_priority_is_passed_over() -> None:
     queue.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "insert", "remove"]), st.integers(0, 1000)), max_size=120))
-def test_a_queue_is_like_a_sorted_list(steps: list[tuple[str, int]]) -> None:
-    """Pages join as the youngest, or by the age that they have; they leave from any place."""
-    queue = PageQueue()
-    model: dict[tuple[int, int], Page] = {}
+STEPS = st.lists(st.tuples(st.sampled_from(["push", "insert", "remove"]), st.integers(0, 1000)), max_size=120)
+
+
+@given(STEPS, st.sampled_from([[0], [0, 50, 80], [0, 0, 0, 400]]))
+def test_a_queue_is_like_a_sorted_list(steps: list[tuple[str, int]], credits: list[int]) -> None:
+    """Pages join as the youngest of their class, or by the age that they have; they leave from any place."""
+    queue = PageQueue(EvictionOrder(credits))
+    model: dict[tuple[int, int, int], Page] = {}
     clock = 0
     for what, number in steps:
         if what == "remove":
             if model:
                 queue.remove(model.pop(sorted(model)[number % len(model)]))
-        elif what == "push":
-            clock += 10
-            page = page_of(clock, number % 3)
-            queue.push(page)
-            model[page.priority, page.age] = page
         else:
-            page = page_of(number % (clock + 1) + 1, number % 3)
-            if (page.priority, page.age) not in model:
+            age = clock + 10 if what == "push" else number % (clock + 1) + 1
+            page = page_of(age, number % 3)
+            page.worth = number // 3 % len(credits)
+            key = (page.priority, age + credits[page.worth], page.worth)
+            if key in model:
+                continue
+            clock = max(clock, age)
+            if what == "push":
+                queue.push(page)
+            else:
                 queue.insert(page)
-                model[page.priority, page.age] = page
-                clock = max(clock, page.age)
-        assert queue.pages() == [model[key] for key in sorted(model)]
+            model[key] = page
+        assert eviction_order(queue) == [model[key] for key in sorted(model)]
         assert queue.length == len(model)
         queue.check_invariants()
     queue.close()
 
 
+def eviction_order(queue: PageQueue) -> list[Page]:
+    """The pages, one after the other."""
+    found: list[Page] = []
+    fronts: list[Page] = []
+    page = queue.first()
+    while page is not None:
+        found.append(page)
+        page = queue.next(page, fronts)
+    return found
+
+
 def test_a_place_far_from_both_ends_is_found_in_few_steps() -> None:
     """Pages that join in the middle of a long list walk from the next entry of the index, and entries are never far apart."""
-    queue = PageQueue()
+    queue = PageQueue(EvictionOrder())
     pages = [page_of(2 * number) for number in range(1, 20_001)]
     for page in pages:
         queue.push(page)
@@ -126,7 +143,7 @@ def test_a_place_far_from_both_ends_is_found_in_few_steps() -> None:
 
 def test_a_long_way_without_an_index_is_walked_once() -> None:
     """All entries of the index left with their pages; the first page that joins in the middle makes new ones on its way."""
-    queue = PageQueue()
+    queue = PageQueue(EvictionOrder())
     pages = [page_of(2 * number) for number in range(1, 40 * INDEX_SPACING)]
     for page in pages:
         queue.push(page)
@@ -140,7 +157,7 @@ def test_a_long_way_without_an_index_is_walked_once() -> None:
 
 def test_neighbours_join_without_the_index() -> None:
     """Pages of one request have neighbouring ages: in either direction the next place is beside the last one."""
-    queue = PageQueue()
+    queue = PageQueue(EvictionOrder())
     for number in range(1, 10):
         queue.push(page_of(1000 * number + 1))
     queue.insert(page_of(4500))

@@ -35,6 +35,7 @@ __all__ = [
     "depths",
     "drop",
     "flip",
+    "heads_before_tails",
     "live_pages",
     "narrow",
     "num_roots",
@@ -45,6 +46,25 @@ __all__ = [
     "state_page",
     "tree_blocks",
 ]
+
+
+def heads_before_tails(manager: KVCacheManager) -> list[tuple[int, int]]:
+    """(level, block ordinal) of pages that are evicted before a page of the next block, which cannot match without them."""
+    tree, found = manager.shared.tree, []
+    for cell in manager.shared.hierarchy.all_cells():
+        later = {id(page): place for place, page in enumerate(cell.order()) if page.holds == 0 and page.transfers == 0}
+        for block in tree.all_blocks():
+            parent = block.parent
+            assert parent is not None
+            page = block.first
+            while page is not None:
+                head = parent.page(page.life_cycle)
+                if head is not None and head.priority >= page.priority and id(head) in later and id(page) in later:
+                    ends = tree.path_mask(parent.ordinal) & 1 << page.life_cycle
+                    if ends and later[id(head)] < later[id(page)]:
+                        found.append((cell.level, parent.ordinal))
+                page = page.next_in_block
+    return found
 
 
 Tracer: TypeAlias = Callable[[FrameType, str, Any], Any]

@@ -16,6 +16,7 @@ from kv_cache_manager_v2.config import (
 )
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.emulated.driver import EmulatedDriver
+from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId, Point
 from kv_cache_manager_v2.layout.pools import StorageLayout, build_layout
 from kv_cache_manager_v2.layout.sizing import LevelSizing
@@ -62,7 +63,7 @@ class FakeBlock(PageOwner):
 def make_cell(level: int = 0, slots: int = 0, keeps_held: bool = False) -> Cell:
     """A cell without memory."""
     driver = EmulatedDriver()
-    cell = Cell(Timeline(driver), level, 0, HostTier(driver), keeps_held)
+    cell = Cell(Timeline(driver), level, 0, HostTier(driver), keeps_held, EvictionOrder())
     cell.allocator.expand(slots)
     return cell
 
@@ -110,7 +111,9 @@ class StorageRig:
             sizing.slots = list(counts)
             self.sizings.append(sizing)
         self.counters = MovementCounters(self.layout.num_life_cycles, len(self.sizings))
-        self.hierarchy = Hierarchy(self.device, self.timeline, self.layout, self.sizings, self.tier_configs, self.counters)
+        self.hierarchy = Hierarchy(
+            self.device, self.timeline, self.layout, self.sizings, self.tier_configs, self.counters, EvictionOrder()
+        )
         self.stream = self.driver.create_stream()
         self.pages: list[Page] = []  # all pages ever made
 

@@ -1,0 +1,1 @@
+"""Eviction policies: in which order pages of equal priority are evicted."""

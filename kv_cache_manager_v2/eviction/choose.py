@@ -1,0 +1,28 @@
+"""The policy that a configuration asks for: by name, or by something that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kv_cache_manager_v2.arguments import instance, shown
+from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.eviction.policy import EvictionPolicy
+
+POLICIES: Final = {"lru": EvictionPolicy}  # by name
+
+
+def check_policy(wanted: object) -> None:
+    """Raise ConfigError unless the value is the name of a policy, or can be called."""
+    known: bool = wanted in POLICIES if isinstance(wanted, str) else callable(wanted)
+    if not known:
+        raise ConfigError(
+            f"eviction_policy is {shown(wanted)}; it must be one of {', '.join(POLICIES)}, or make an EvictionPolicy when it is "
+            "called, as its class does"
+        )
+
+
+def make_policy(wanted: str | Callable[[], EvictionPolicy]) -> EvictionPolicy:
+    """A new policy, by name or by calling what the user gave. Raises ConfigError if that returns something else."""
+    make: Callable[[], object] = POLICIES[wanted] if isinstance(wanted, str) else wanted
+    return instance(make(), EvictionPolicy, "the policy that eviction_policy() returned")
