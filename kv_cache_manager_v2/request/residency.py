@@ -324,16 +324,21 @@ def close(request: Request) -> None:
         return
     shared = request.shared
     point = NULL_POINT
+    recorded = True
     worth = -1 if shared.eviction_policy.order.classes == 1 else ending.class_of(request)
     if request.loads is not None:
         request.check_transfers()
-    publication.take_back(request)
-    publication.end_use(request)
     if request.status == ACTIVE:
         try:
             point = shared.timeline.record(request.stream)
-        except KVCacheError:
-            _leave_stream(request)
+        except KVCacheError:  # the stream no longer exists, or the device refuses it
+            point = shared.timeline.record_or_wait(request.stream)
+            recorded = False
+    publication.take_back(request)
+    publication.end_use(request)
+    if not recorded:
+        _suspend_at(request, point)  # work queued on the stream is waited for when the pages are used next
+        point = NULL_POINT
     if request.lost:
         request.commit_allowed = False
     else:
@@ -369,14 +374,6 @@ def close_poisoned(request: Request) -> None:
     request.shared.open.pop(request.serial, None)
     if request.batch_rows is not None:
         request.batch_rows.remove(request)
-
-
-def _leave_stream(request: Request) -> None:
-    """Close without the request's stream, which no longer exists or which the device refuses.
-
-    Work that is queued on it is waited for now, or when the pages are used next.
-    """
-    _suspend_at(request, request.shared.timeline.record_or_wait(request.stream))
 
 
 def _end_pages(request: Request, point: Point) -> None:

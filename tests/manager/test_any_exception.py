@@ -169,6 +169,8 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "widen": widen,
     "move stream": move_stream,
     "close": lambda scene: scene.active.close(),
+    "suspend ahead": lambda scene: scene.active.suspend(),
+    "close ahead": lambda scene: scene.active.close(),
     "close suspended": lambda scene: scene.suspended.close(),
     "resize batch": lambda scene: resize_batch([scene.active, scene.ended], [20, 30]),
     "commit batch": lambda scene: commit_batch([scene.active], [toks(5006, 5010)]),
@@ -187,7 +189,7 @@ def scene_of(model: str, folder: Path, name: str) -> Scene:
     device = refusing_device(EmulatedDriver())
     scene = Scene(model, folder, device)
     scene.ends_shut_down = name == "shutdown"
-    if name == "compute":
+    if name in ("compute", "suspend ahead", "close ahead"):
         scene.active.commit_ahead(toks(5006, 5010))
     if name == "drop":
         scene.plan = scene.ended.plan_committed_block_drop()
