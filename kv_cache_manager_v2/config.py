@@ -403,6 +403,11 @@ class KVCacheManagerConfig:
         check_whole_field(self, "miss_history", 0)
         for field in _FLAGS:
             flag(given(self, field), field)
+        if self.snapshot_at_block_ends and not self.commit_min_snapshot:
+            raise ConfigError(
+                "snapshot_at_block_ends is True, but commit_min_snapshot is False, and commits make no snapshots; "
+                "set commit_min_snapshot=True, or leave snapshot_at_block_ends out"
+            )
         check_list_field(self, "constraints", BatchDesc)
         check_kind_field(self, "typical_step", BatchDesc)
         check_kind_field(self, "swa_scratch_reuse", SwaScratchReuseConfig)

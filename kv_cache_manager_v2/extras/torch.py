@@ -58,7 +58,7 @@ def pool_tensor(
 class BatchTables(PlainBatchTables):
     """`PlainBatchTables` with tensors in host memory, pinned if asked for, so that copies to a GPU need no wait.
 
-    Raises OutOfMemoryError if torch cannot allocate or pin them.
+    Raises ConfigError for pinned memory without a GPU, OutOfMemoryError if torch cannot allocate or pin them.
     """
 
     def __init__(
@@ -78,9 +78,11 @@ class BatchTables(PlainBatchTables):
         try:
             tensors = [torch.empty((rows, width), dtype=dtype, pin_memory=pinned) for width in widths]
         except RuntimeError as error:  # also for too little memory
-            raise OutOfMemoryError(
-                f"no memory for batch tables, pin_memory={pinned}: {error}; without a GPU nothing can be pinned"
-            ) from error
+            if pinned and not torch.cuda.is_available():
+                raise ConfigError(
+                    "pin_memory is True, but torch finds no GPU, and pins memory for none; leave pin_memory out"
+                ) from error
+            raise OutOfMemoryError(f"no memory for batch tables, pin_memory={pinned}: {error}") from error
         super().__init__(manager, rows, blocks, tensors, pad_value, offset)
 
     def table(self, layer_group_id: SupportsIndex) -> torch.Tensor:

@@ -13,9 +13,10 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from ctypes import string_at
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import index
 from typing import Any, Final, SupportsIndex, TypeAlias
 
@@ -128,11 +129,15 @@ def pack_unchecked(tokens: object, text_only: bool = False) -> TokenSequence:
         if not isinstance(items, list):
             raise ConfigError(f"tokens {tokens!r}: must be one-dimensional")
         return _pack_items(items, text_only)
-    if not isinstance(tokens, Iterable) or isinstance(tokens, (Mapping, Set)):
+    if isinstance(tokens, (Mapping, Set)) or not isinstance(tokens, Sized) or not isinstance(tokens, Iterable):
         raise ConfigError(
             f"tokens are of type {type(tokens).__name__}: pass a sequence of ids and digests, or a buffer of integers"
-        )
-    return _pack_items(list(tokens), text_only)
+        )  # an iterator may never end
+    count = len(tokens)
+    items = list(islice(tokens, count + 1))
+    if len(items) != count:
+        raise ConfigError(f"tokens of type {type(tokens).__name__} have a length of {count}, and other numbers of items")
+    return _pack_items(items, text_only)
 
 
 def check_range(sequence: TokenSequence, beg: int) -> None:

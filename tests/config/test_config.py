@@ -211,6 +211,17 @@ def test_ssm_needs_min_snapshot() -> None:
         assert KVCacheManagerConfig(32, tiers, layers, enable_partial_reuse=partial, commit_min_snapshot=True).commit_min_snapshot
 
 
+def test_snapshots_at_block_ends_need_min_snapshot() -> None:
+    """Without it no commit makes a snapshot; also where the field is assigned later."""
+    tiers, layers = [GpuCacheTierConfig(MIB)], [attention(0, 64)]
+    with pytest.raises(ConfigError, match="snapshot_at_block_ends is True, but commit_min_snapshot is False"):
+        KVCacheManagerConfig(32, tiers, layers, snapshot_at_block_ends=True)
+    config = KVCacheManagerConfig(32, tiers, layers, commit_min_snapshot=True, snapshot_at_block_ends=True)
+    config.commit_min_snapshot = False
+    with pytest.raises(ConfigError, match="snapshot_at_block_ends"):
+        config.validate()
+
+
 @pytest.mark.parametrize(
     ("ratio", "message"),
     [

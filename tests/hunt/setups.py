@@ -171,7 +171,7 @@ def manager_config(setup: Setup, folder: str) -> KVCacheManagerConfig:
         reuse_match_backoff=setup.backoff,
         swa_scratch_reuse=None if setup.scratch_rewind is None else SwaScratchReuseConfig(setup.scratch_rewind),
         commit_min_snapshot=setup.min_snapshot,
-        snapshot_at_block_ends=setup.seed % 3 == 0,
+        snapshot_at_block_ends=setup.min_snapshot and setup.seed % 3 == 0,
         text_only=setup.text_only,
         rebalance_min_sampled_kv_caches=20,
         rebalance_cooldown_secs=0.0,

@@ -7,6 +7,8 @@ import pickle
 import sys
 from array import array
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +96,7 @@ SPREAD = np.zeros(10, dtype=np.int32)
 SPREAD[::2] = IDS
 CARRIERS: dict[str, object] = {
     "tuple": tuple(IDS),
-    "iterator": iter(IDS),
+    "deque": deque(IDS),
     "list of numpy integers": [np.int64(i) for i in IDS],
     "array of int32": array("i", IDS),
     "array of uint32": array("I", IDS),
@@ -119,6 +121,26 @@ CARRIERS: dict[str, object] = {
 def test_every_carrier_gives_the_same_bytes(carrier: str) -> None:
     """A prompt's identity does not depend on the type that carries it."""
     assert pack(CARRIERS[carrier]).data == pack(IDS).data
+
+
+class Liar(Sequence[int]):
+    """A sequence whose length is not the number of its items."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        return repeat(7)
+
+
+@pytest.mark.parametrize("tokens", [count(), iter(IDS), Liar()], ids=["endless", "iterator", "other length"])
+def test_what_need_not_end_is_refused(tokens: object) -> None:
+    """An iterator may go on for ever; only what has a length is read, and so much of it."""
+    with pytest.raises(ConfigError, match=r"tokens .*of type"):
+        pack(tokens)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])

@@ -91,6 +91,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
     tiers = random.choice(("ghd", "ghd", "ghd", "ghd", "gh", "gd", "g"))
     layers, totals = _layers(random, kinds, size, slots, shape, seed % 2 == 1)
     pools = sum(len(sizes) for sizes in totals)
+    min_snapshot = "ssm" in shape or shape == "min snapshot"
     config = KVCacheManagerConfig(
         tokens_per_block=size,
         cache_tiers=_tiers(random, tiers, path, slots, pools + (2 if shape == "two pool groups" else 0), totals),
@@ -99,8 +100,8 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         enable_partial_reuse=random.random() < 0.75,
         reuse_match_backoff=random.choice((0, 0, 0, 1, 2, size + 1)),
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
-        commit_min_snapshot="ssm" in shape or shape == "min snapshot",
-        snapshot_at_block_ends=seed % 5 < 2,
+        commit_min_snapshot=min_snapshot,
+        snapshot_at_block_ends=min_snapshot and seed % 5 < 2,
         allow_seq_rebasing=seed % 4 > 0,
         rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,

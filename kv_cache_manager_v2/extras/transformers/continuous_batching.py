@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from kv_cache_manager_v2.arguments import instance
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.extras.transformers.model_layers import LayerBuffers, learn_layers
@@ -237,7 +238,7 @@ class ContinuousBatching(ModelPages):
         scope_of: ScopeOf | None,
     ) -> None:
         """Internal. `install_continuous_batching` makes it."""
-        if model.device.type != "cpu":
+        if instance(model, PreTrainedModel, "model").device.type != "cpu":
             raise ConfigError(f"the model is on {model.device}; continuous batching over the manager needs a model on the CPU")
         plans = learn_layers(model)
         if any(plan.states for plan in plans):

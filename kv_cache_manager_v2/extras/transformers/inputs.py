@@ -10,7 +10,11 @@ import torch
 from kv_cache_manager_v2.arguments import instance, shown
 from kv_cache_manager_v2.errors import ConfigError
 
-_OTHER: Final = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_")  # of other modalities
+_OTHER: Final = (
+    *("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_"),  # of other modalities
+    *("cu_seq", "seq_idx", "max_length_q", "max_length_k"),  # of several sequences in one row
+    "encoder_",
+)
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -46,7 +50,10 @@ def require_default(inputs: Mapping[str, object], pads: Sequence[int], begin: in
     """
     for name, value in inputs.items():
         if value is not None and name.startswith(_OTHER):
-            raise ConfigError(f"a paged cache takes no {name}: equal tokens would share pages, whatever they stand for")
+            raise ConfigError(f"a paged cache takes no {name}: equal tokens would share pages, whatever it says of them")
+    kinds = inputs.get("token_type_ids")
+    if kinds is not None and not (isinstance(kinds, torch.Tensor) and not bool(kinds.any())):
+        raise ConfigError(f"token_type_ids is {_described(kinds)}; a paged cache takes tokens of type 0 only: leave it out")
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None and not _is_padding(mask, pads, end):
         raise ConfigError(

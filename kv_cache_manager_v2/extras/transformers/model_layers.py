@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kv_cache_manager_v2.arguments import instance
 from kv_cache_manager_v2.config import AttentionLayerConfig, BufferConfig, LayerConfig, SsmLayerConfig
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.extras.torch import pool_tensor
@@ -81,7 +82,7 @@ def learn_layers(model: PreTrainedModel) -> list[LayerPlan]:
 
     Raises ConfigError for a model that has no such cache, keeps other things, or lies on several devices.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = instance(model, PreTrainedModel, "model").config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__} has an encoder: give a decoder-only model")
     devices = {parameter.device for parameter in model.parameters()}

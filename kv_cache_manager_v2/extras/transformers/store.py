@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -22,8 +21,6 @@ from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.step import Step
 from kv_cache_manager_v2.storage.planner import Shortage
 from kv_cache_manager_v2.suspension import SuspendCheapest
-
-_log: Final = logging.getLogger(__name__)
 
 
 class SuspendIdle(SuspendCheapest):
@@ -44,6 +41,20 @@ class SuspendIdle(SuspendCheapest):
         if shortage.in_transfer > 0:
             self.store.driver.synchronize()
         return shortage.in_transfer > 0
+
+
+class ModelHook:
+    """A hook of a store on its model. A copy does nothing: the store serves the model that it was made for, and no copy of it."""
+
+    def __init__(self, call: Callable[..., None] | None) -> None:
+        self.call: Final = call
+
+    def __call__(self, *args: object) -> None:
+        if self.call is not None:
+            self.call(*args)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ModelHook, (None,)
 
 
 class PagedStore(ModelPages):
@@ -78,18 +89,12 @@ class PagedStore(ModelPages):
         super().__init__(model, plans, gpu_bytes, host_bytes, disk, tokens_per_block, configure, driver)
         self.has_attention: Final = any(plan.attention for plan in plans)
         self.one_by_one: Final = self.is_recurrent and not uses_states(model, plans)  # tokens after a prefix must be passed so
-        if self.one_by_one:
-            _log.warning(
-                "%s ignores its recurrent states in a forward pass of several tokens: after the first pass over a cache, "
-                "pass tokens one by one, as generate() of the store does",
-                type(model).__name__,
-            )
         self._parameters: Final = list(inspect.signature(type(model).forward).parameters)[1:]  # of a forward pass
         self.caches: Final[list[PagedCache]] = []  # those that are open
         self._policy: Final = SuspendIdle(self)
         self._hooks: Final = [
-            model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
-            model.register_forward_hook(self._after_pass, with_kwargs=True),
+            model.register_forward_pre_hook(ModelHook(self._before_pass), with_kwargs=True),
+            model.register_forward_hook(ModelHook(self._after_pass), with_kwargs=True),
         ]
 
     def open(
@@ -141,12 +146,13 @@ class PagedStore(ModelPages):
         assisted = kwargs.get("assistant_model") is not None or bool(self._option(kwargs, "prompt_lookup_num_tokens"))
         if assisted and self.is_recurrent:
             raise ConfigError("assisted decoding takes tokens back, which recurrent layers cannot")
-        rows = max(int(self._option(kwargs, "num_beams") or 1), int(self._option(kwargs, "num_return_sequences") or 1))
+        rows = max(self._count(kwargs, "num_beams") or 1, self._count(kwargs, "num_return_sequences") or 1)
+        chunk = self._count(kwargs, "prefill_chunk_size") or input_ids.shape[1]
         ids, masks = input_ids.repeat_interleave(rows, 0), mask.repeat_interleave(rows, 0)
         padded = any(pads)
         with self.open(ids, masks, scope=scope, reuse=not assisted and not (padded and self.one_by_one)) as cache:
             if self.is_recurrent and not padded:
-                self._prefill(cache, ids, int(self._option(kwargs, "prefill_chunk_size") or ids.shape[1]))
+                self._prefill(cache, ids, chunk)
             if self.one_by_one:
                 kwargs["prefill_chunk_size"] = None
             return self.model.generate(input_ids, attention_mask=mask, cache=cache, **kwargs)
@@ -197,6 +203,11 @@ class PagedStore(ModelPages):
         if cache is not None:
             ids = _ids_of(inputs)
             cache.check(ids)
+            if self.one_by_one and cache.length > 0 and ids.shape[1] > 1:
+                raise ConfigError(
+                    f"input_ids has {ids.shape[1]} columns after the first {cache.length}; {type(self.model).__name__} ignores its "
+                    "recurrent states in a pass of several tokens: pass these one by one, as generate() of the store does"
+                )
             pads = [row.pad for row in cache.rows]
             require_default(inputs, pads, cache.length, cache.length + ids.shape[1])
             require_padding_given(inputs, self._parameters, pads)
@@ -222,6 +233,12 @@ class PagedStore(ModelPages):
         """An option of generation: in the call, in the configuration that it passes, or in the model's."""
         value = kwargs.get(name, getattr(kwargs.get("generation_config") or self.model.generation_config, name, None))
         return value if isinstance(value, int) else None
+
+    def _count(self, kwargs: dict[str, object], name: str) -> int | None:
+        """As `_option`, for a number of at least 1. Raises ConfigError for another."""
+        value = self._option(kwargs, name)
+        given = kwargs.get(name, value)
+        return None if given is None else at_least(given, name, 1)
 
     def _padding_mask(self, input_ids: torch.Tensor, kwargs: dict[str, object]) -> torch.Tensor:
         """The mask that `model.generate` takes if it is given none: padding is the pad token, if that is no end token."""

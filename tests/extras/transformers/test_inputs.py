@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 import torch
 
-from kv_cache_manager_v2 import ConfigError
-from kv_cache_manager_v2.extras.transformers import PagedCache, PagedStore
+from kv_cache_manager_v2 import ConfigError, LogicError
+from kv_cache_manager_v2.extras.transformers import PagedCache, PagedStore, install_continuous_batching
 from tests.extras.transformers.models import make_model, random_tokens
 from tests.extras.transformers.rig import MIB, open_store
 
@@ -48,6 +50,60 @@ def test_positions_and_masks_that_the_tokens_do_not_imply_are_refused(other: str
         assert cache.get_seq_length() == 0
         cache.close()
         assert store.open(IDS, MASK).num_reused_tokens == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "pixel_values"])
+def test_what_gives_tokens_another_meaning_is_refused(name: str) -> None:
+    """Types, several sequences in one row, other modalities: equal tokens would share pages. Types of 0 mean nothing."""
+    model, ids = make_model("llama"), IDS[:1]
+    with open_store(model) as store, torch.no_grad():
+        cache = store.open(ids)
+        with pytest.raises(ConfigError, match=name):
+            model(input_ids=ids, cache=cache, **{name: torch.ones_like(ids)})
+        assert cache.get_seq_length() == 0
+        model(input_ids=ids, cache=cache, token_type_ids=torch.zeros_like(ids))
+
+
+def test_a_model_that_ignores_its_states_takes_tokens_one_by_one() -> None:
+    """After the first pass: with several it would compute wrong tokens, which others would reuse."""
+    model, ids = make_model("jamba"), IDS[:1]
+    with open_store(model, gpu_bytes=8 * MIB) as store, torch.no_grad():
+        cache = store.open(ids)
+        model(input_ids=ids[:, :30], cache=cache)
+        with pytest.raises(ConfigError, match="input_ids has 2 columns after the first 30; JambaForCausalLM ignores"):
+            model(input_ids=ids[:, 30:32], cache=cache)
+        model(input_ids=ids[:, 30:31], cache=cache)
+        assert cache.get_seq_length() == 31
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 0), ("num_return_sequences", -1), ("prefill_chunk_size", -1)])
+def test_numbers_of_generation_are_checked(name: str, value: int) -> None:
+    """Before a cache is opened, in the call and in a configuration."""
+    with open_store(make_model("llama")) as store:
+        generate: Callable[..., object] = store.generate
+        with pytest.raises(ConfigError, match=f"{name} is {value}; it must be at least 1"):
+            generate(IDS[:1], max_new_tokens=1, **{name: value})
+        assert not store.caches
+
+
+def test_a_copy_of_the_model_is_a_model_without_the_store() -> None:
+    """It computes with caches of its own; one of the store is refused."""
+    model, ids = make_model("llama"), IDS[:1]
+    with open_store(model) as store, torch.no_grad():
+        cache = store.open(ids)
+        model(input_ids=ids[:, :30], cache=cache)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(ids).logits, model(ids).logits)
+        with pytest.raises(LogicError, match="the model that the store was made for"):
+            twin(input_ids=ids[:, 30:], cache=cache)
+        model(input_ids=ids[:, 30:], cache=cache)
+
+
+@pytest.mark.parametrize("make", [PagedStore, install_continuous_batching])
+def test_what_is_no_model_is_refused(make: Callable[..., object]) -> None:
+    """With the value."""
+    with pytest.raises(ConfigError, match="model is 3; it must be"):
+        make(3, gpu_bytes=MIB)
 
 
 @pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
