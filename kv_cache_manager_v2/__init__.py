@@ -102,6 +102,7 @@ from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.renamed import find_old_paths
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
@@ -225,6 +226,7 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
+    "HitCurve",
     # why a prompt was not reused further
     "MissCause",
     "MatchLimits",

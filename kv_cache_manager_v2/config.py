@@ -156,9 +156,7 @@ class BufferConfig:
 
     role: DataRole
     size: int  # bytes for one block, of the buffer's own length if that is overridden
-    tokens_per_block_override: int | None = (
-        None  # tokens in one of the buffer's own blocks, if its kernel needs shorter ones; must divide tokens_per_block
-    )
+    tokens_per_block_override: int | None = None  # tokens in one of its own blocks, if a kernel needs shorter ones: a divisor
 
     def __post_init__(self) -> None:
         self.validate()
@@ -370,6 +368,7 @@ class KVCacheManagerConfig:
     miss_history: int = 0  # latest drops to record for `explain_miss`; each costs the computation of a block key
     allow_seq_rebasing: bool = True  # a commit may exchange a request's page for that of an identical cached block
     commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
+    hit_curve_rate: float = 0.0  # share of the blocks that `hit_curve` samples, such as 0.1; 0: there is no curve
     snapshot_at_block_ends: bool = False  # with commit_min_snapshot: a commit that ends inside a block makes no snapshot
     eviction_policy: str | Callable[[], EvictionPolicy] = "lru"  # a name, or what makes a policy, such as its class
 
@@ -396,9 +395,10 @@ class KVCacheManagerConfig:
         check_whole_field(self, "tokens_per_block", 1)
         self._validate_tiers()
         self._validate_layers()
-        max_util = check_real_field(self, "max_util_for_resume")
-        if not 0.0 < max_util <= 1.0:
-            raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {max_util}")
+        if not 0.0 < check_real_field(self, "max_util_for_resume") <= 1.0:
+            raise ConfigError(f"max_util_for_resume must be in (0, 1], but is {self.max_util_for_resume}")
+        if not 0.0 <= check_real_field(self, "hit_curve_rate") <= 1.0:
+            raise ConfigError(f"hit_curve_rate is {self.hit_curve_rate}; it must be from 0 (no curve) to 1 (every block)")
         check_whole_field(self, "reuse_match_backoff", 0)
         check_whole_field(self, "miss_history", 0)
         for field in _FLAGS:

@@ -55,6 +55,7 @@ from kv_cache_manager_v2.request.statistics_ledger import PendingStats, Statisti
 from kv_cache_manager_v2.reuse.explain import MissHistory
 from kv_cache_manager_v2.reuse.keys import ScopeLike, make_block_keys, scope_of
 from kv_cache_manager_v2.reuse.limits import MatchLimits
+from kv_cache_manager_v2.reuse.live_curve import LiveCurve
 from kv_cache_manager_v2.reuse.search import Search
 from kv_cache_manager_v2.reuse.tokens import Tokens, pack_unchecked
 from kv_cache_manager_v2.reuse.tree import RadixTree
@@ -117,6 +118,9 @@ class KVCacheManager(ManagerReuse):
             abandon(device, given is None)
             raise
         shared.guard = guard
+        if config.hit_curve_rate > 0:
+            num_blocks = sum([layout.blocks_in(sizing.slots) for sizing in sizings])
+            shared.live_curve = LiveCurve(layout.tokens_per_block, config.hit_curve_rate, num_blocks)
         self._event_manager = listener
         self._last_resize: ResizeResult | None = None
         self._last_adjustment: AdjustResult | None = None

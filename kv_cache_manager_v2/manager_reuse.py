@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.arguments import instance_or_none, items_of, octets, renamed
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
+from kv_cache_manager_v2.errors import LogicError
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
+from kv_cache_manager_v2.ids import GPU_LEVEL
+from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.call import look
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
 from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, scope_of
 from kv_cache_manager_v2.reuse.limits import MatchLimits
+from kv_cache_manager_v2.reuse.live_curve import LiveCurve
 from kv_cache_manager_v2.reuse.match import Match, first_new_block_key, match, match_keys
 from kv_cache_manager_v2.reuse.search import Search
 from kv_cache_manager_v2.reuse.tokens import Tokens, TokenSequence, pack_unchecked
@@ -117,7 +122,39 @@ class ManagerReuse(ManagerSteps):
             look(self._shared, "explain_miss()")
             return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
 
+    def hit_curve(self, cache_level: SupportsIndex = GPU_LEVEL) -> HitCurve:
+        """What this level would find of the prompts if it had another size, and the warmer ones their present sizes.
+
+        It is an estimate, from a sample of the blocks, for the least recently used order and layers that need all blocks: of the
+        tokens of all caches created since `restart_hit_curve()`, those that this level would find and no warmer one. See
+        docs/hit_curve.md for its error. O(1). Raises LogicError unless `hit_curve_rate` is configured.
+        """
+        level = self._level(cache_level)
+        with self._shared.lock:
+            look(self._shared, "hit_curve()")
+            sizings = self._hierarchy.sizings
+            warmer = sum([self._layout.blocks_in(sizings[number].slots) for number in range(level)])
+            return self._live_curve("hit_curve()").curve(warmer, self._layout.block_bytes())
+
+    @property
+    def hit_curve_rate(self) -> float:
+        """The share of the blocks that `hit_curve` samples now; 0 without a curve. It falls if the sample becomes too large."""
+        curve = self._shared.live_curve
+        return 0.0 if curve is None else curve.rate
+
+    def restart_hit_curve(self) -> None:
+        """Let `hit_curve` count anew. It still knows the blocks that were used before."""
+        with self._shared.lock:
+            look(self._shared, "restart_hit_curve()")
+            self._live_curve("restart_hit_curve()").restart()
+
     # --- internal
+
+    def _live_curve(self, call: str) -> LiveCurve:
+        curve = self._shared.live_curve
+        if curve is None:
+            raise LogicError(f"{call}: no hit curve is kept; configure hit_curve_rate, such as 0.1")
+        return curve
 
     def _match(self, scope: ReuseScope, tokens: TokenSequence, limits: MatchLimits | None = None) -> Match:
         config = self._config

@@ -173,6 +173,15 @@ class StorageLayout:
         """Bytes of one slot, all pools together."""
         return sum(self.slot_sizes[pool_group])
 
+    def block_bytes(self) -> int:
+        """Bytes of a block in all attention life cycles; without attention, of a state."""
+        groups = [self.pool_group_of[cycle.index] for cycle in self.life_cycles if cycle.is_attention]
+        return sum([self.slot_bytes(group) for group in groups or self.pool_group_of])
+
+    def blocks_in(self, slots: list[int]) -> int:
+        """How many blocks take as much memory as these numbers of slots, by pool group."""
+        return sum([count * self.slot_bytes(group) for group, count in enumerate(slots)]) // self.block_bytes()
+
     def frac_max(self, life_cycle: int) -> tuple[int, int]:
         """The largest fraction of a slot that one layer uses, as (numerator, denominator): the part that a scratch block takes."""
         return self._frac_max[life_cycle]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import SupportsIndex
+
+from kv_cache_manager_v2.arguments import at_least
 
 
 class HitCurve:
@@ -11,13 +14,14 @@ class HitCurve:
     The curve is straight between its points, and level after the last one.
     """
 
-    def __init__(self, sizes: list[int], hit_tokens: list[int], total_tokens: int, exact: bool) -> None:
+    def __init__(self, sizes: list[int], hit_tokens: list[int], total_tokens: int, exact: bool, block_bytes: int = 0) -> None:
         assert len(sizes) == len(hit_tokens) > 0, (len(sizes), len(hit_tokens))
         assert sizes[0] == hit_tokens[0] == 0, "an empty cache finds nothing"
         self.sizes = sizes  # blocks, ascending
         self.hit_tokens = hit_tokens  # at these sizes, never less than at a smaller one
         self.total_tokens = total_tokens
-        self.exact = exact  # whether every size is exact; else those of the points
+        self.exact = exact  # whether every size is exact; else those of the points, or none of an estimate
+        self.block_bytes = block_bytes  # of a block in all layers; 0 if it is not known
 
     @property
     def ceiling(self) -> int:
@@ -31,8 +35,9 @@ class HitCurve:
         assert size is not None
         return size
 
-    def hits(self, size: int) -> int:
+    def hits(self, size: SupportsIndex) -> int:
         """Hit tokens of a cache of `size` blocks. O(log points)."""
+        size = at_least(size, "size", 0)
         at = bisect_right(self.sizes, size)
         if at == len(self.sizes):
             return self.ceiling
@@ -40,12 +45,26 @@ class HitCurve:
         low, high = self.hit_tokens[at - 1], self.hit_tokens[at]
         return low + (high - low) * (size - left) // (right - left)
 
-    def ratio(self, size: int) -> float:
+    def ratio(self, size: SupportsIndex) -> float:
         """Hit tokens by input tokens at a size in blocks."""
         return self.hits(size) / self.total_tokens if self.total_tokens else 0.0
 
-    def size_for(self, hit_tokens: int) -> int | None:
+    @property
+    def ratios(self) -> list[float]:
+        """Hit tokens by input tokens, at each of `sizes`."""
+        return [self.ratio(size) for size in self.sizes]
+
+    def after(self, warmer: SupportsIndex) -> HitCurve:
+        """The curve of a tier below others that have `warmer` blocks together: what it finds and they do not."""
+        warmer = at_least(warmer, "warmer", 0)
+        before = self.hits(warmer)
+        points = [(size, hits) for size, hits in zip(self.sizes, self.hit_tokens, strict=True) if size > warmer]
+        sizes, hit_tokens = [0, *(size - warmer for size, _hits in points)], [0, *(hits - before for _size, hits in points)]
+        return HitCurve(sizes, hit_tokens, self.total_tokens, self.exact, self.block_bytes)
+
+    def size_for(self, hit_tokens: SupportsIndex) -> int | None:
         """The smallest size in blocks with at least so many hit tokens; None if no size has them. O(log points)."""
+        hit_tokens = at_least(hit_tokens, "hit_tokens", 0)
         at = bisect_left(self.hit_tokens, hit_tokens)
         if at == len(self.hit_tokens):
             return None

@@ -348,6 +348,8 @@ def close(request: Request) -> None:
         request.loads = None
     if request.capacity > 0 and not request.excluded():
         shared.tuner.sample_closed(*request.mean_lengths())
+        if shared.live_curve is not None:
+            shared.live_curve.touch(request.scope, request.path, request.tail.getvalue())
     if worth >= 0:
         ending.set_class(request, worth)
     _end_pages(request, point)

@@ -66,6 +66,20 @@ def nearest(trie: SiblingTrie, data: bytes, beg: int, end: int) -> Leaf:
     return node
 
 
+def has_many(trie: SiblingTrie, count: int) -> bool:
+    """Whether there are at least `count` leaves. O(count)."""
+    pending = [trie]
+    leaves = 0
+    while pending and leaves + len(pending) < count:
+        node = pending.pop()
+        if isinstance(node, TrieNode):
+            pending.append(node.low)
+            pending.append(node.high)
+        else:
+            leaves += 1
+    return leaves + len(pending) >= count
+
+
 def common_bytes(stored: bytes, data: bytes, beg: int, end: int) -> int:
     """Length of the longest common prefix of `stored` and data[beg:end]; O(length) in a few comparisons."""
     most = min(len(stored), end - beg)

@@ -199,6 +199,7 @@ class KVCacheManagerConfig:
     miss_history: int = 0
     allow_seq_rebasing: bool = True
     commit_stats_on_close: bool = False
+    hit_curve_rate: float = 0.0
     snapshot_at_block_ends: bool = False
     eviction_policy: str | Callable[[], EvictionPolicy] = "lru"
 

@@ -1,10 +1,13 @@
 """Queries for how much of a prompt is cached. None of them changes a cache or moves a page."""
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
+from kv_cache_manager_v2.ids import GPU_LEVEL
+from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
@@ -67,3 +70,18 @@ class ManagerReuse(ManagerSteps):
 
         Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
         """
+
+    def hit_curve(self, cache_level: SupportsIndex = GPU_LEVEL) -> HitCurve:
+        """What this level would find of the prompts if it had another size, and the warmer ones their present sizes.
+
+        It is an estimate, from a sample of the blocks, for the least recently used order and layers that need all blocks: of the
+        tokens of all caches created since `restart_hit_curve()`, those that this level would find and no warmer one. See
+        docs/hit_curve.md for its error. O(1). Raises LogicError unless `hit_curve_rate` is configured.
+        """
+
+    @property
+    def hit_curve_rate(self) -> float:
+        """The share of the blocks that `hit_curve` samples now; 0 without a curve. It falls if the sample becomes too large."""
+
+    def restart_hit_curve(self) -> None:
+        """Let `hit_curve` count anew. It still knows the blocks that were used before."""

@@ -30,8 +30,10 @@ from tests.support.rig import Rig, toks
 
 
 def setup() -> KVCacheManagerConfig:
-    """Full attention, a window and recurrent layers, with host memory behind."""
-    return hybrid(8, 64, kinds=("full", (8, 0)), host_slots=32)
+    """Full attention, a window and recurrent layers, with host memory behind, and a live hit curve."""
+    config = hybrid(8, 64, kinds=("full", (8, 0)), host_slots=32)
+    config.hit_curve_rate = 1.0
+    return config
 
 
 class Scene:

@@ -47,6 +47,7 @@ MADE_BY_US: Final = frozenset(
         "PageIndexConverter",
         "SizingTable",
         "MovementCounters",
+        "HitCurve",
         "LifeCycle",
         "TransferPlan",
         "PlannedDropHandle",
@@ -111,6 +112,7 @@ RECEIVERS: Final[dict[str, Callable[[Scene], object]]] = {
     "ExternalGpuTierConfig": lambda scene: kv_cache_manager_v2.ExternalGpuTierConfig(4),
     "ReuseMatch": lambda scene: scene.manager.find_reuse(None, [0, 1, 2]),
     "MovementCounters": lambda scene: scene.manager.movement,
+    "HitCurve": lambda scene: kv_cache_manager_v2.HitCurve([0, 4], [0, 9], 20, True),
     "LifeCycle": lambda scene: scene.manager.shared.life_cycles[0],
     "KVCacheStatsDelta": lambda scene: scene.stats,
 }

@@ -139,6 +139,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "block_key_hash": always("sha256"),
     "strict_quota": always(False),
     "miss_history": always(4),
+    "hit_curve_rate": always(0.5),
     # devices
     "schedule": always("random"),
     "seed": always(3),
@@ -230,6 +231,8 @@ VALID: Final[Mapping[str, Maker]] = {
     "SsmSnapshotIterationStatsDelta.other": always(SsmSnapshotIterationStatsDelta()),
     "MovementCounters.pages_moved.source": always(0),
     "MovementCounters.pages_moved.destination": always(1),
+    "warmer": always(2),
+    "hit_tokens": always(5),
     # events
     "max_kv_event_entries": always(5),
     "window_size": always(8),

@@ -176,6 +176,11 @@ def numbers(manager: kvcm.KVCacheManager) -> None:
     manager.mark_stats_dirty(5)
     manager.clear_stats_dirty(kv_cache_id=5)
     assert manager.cache_tier_list[0] is kvcm.CacheTier.GPU_MEM
+    if manager.hit_curve_rate > 0:
+        manager.restart_hit_curve()
+        curve: kvcm.HitCurve = manager.hit_curve(GPU_LEVEL)
+        ratios: list[float] = curve.ratios
+        assert len(ratios) == len(curve.sizes) == len(curve.hit_tokens) == len(curve.after(3).sizes)
     report: kvcm.MissReport = manager.explain_miss(None, [1, 2, 3])
     assert report.cause is not kvcm.MissCause.DROPPED
     assert kvcm.PageStatus.HELD.name == "HELD"

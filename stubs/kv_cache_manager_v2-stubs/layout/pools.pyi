@@ -140,6 +140,12 @@ class StorageLayout:
     def slot_bytes(self, pool_group: int) -> int:
         """Bytes of one slot, all pools together."""
 
+    def block_bytes(self) -> int:
+        """Bytes of a block in all attention life cycles; without attention, of a state."""
+
+    def blocks_in(self, slots: list[int]) -> int:
+        """How many blocks take as much memory as these numbers of slots, by pool group."""
+
     def frac_max(self, life_cycle: int) -> tuple[int, int]:
         """The largest fraction of a slot that one layer uses, as (numerator, denominator): the part that a scratch block takes."""
 
