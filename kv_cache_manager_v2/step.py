@@ -234,8 +234,9 @@ class Step:
             lacked[position] = shortage
             first = position
             for number in range(position):
+                sized[number] = sized[number] and self._has_pages(number)
                 if not (sized[number] or out[number]):
-                    first = min(first, number)  # it was suspended before its turn, and is ACTIVE again
+                    first = min(first, number)  # the policy has resized it, or it was suspended and is ACTIVE again
             skipped = [sized[number] or out[number] for number in range(count)]
             position = batch.resize_step(requests, self._counts, first, skipped)
             for number in range(first, position):
@@ -243,6 +244,11 @@ class Step:
         self._positions = [number for number in range(count) if not out[number]]
         if self._tokens is not None:
             self._tokens = [self._tokens[number] for number in self._positions]
+
+    def _has_pages(self, number: int) -> bool:
+        """Whether a cache that was resized for the step still has its capacity, whatever the policy did to it since."""
+        request = self._requests[number]
+        return request.capacity == request.history + at_least(self._counts[number], f"num_new_tokens[{number}]", 0)
 
     def _find_room(self, position: int, shortage: Shortage | None, last: Shortage | None, out: list[bool]) -> bool:
         """Ask the policy. False if the cache must do without the step. Marks the caches that are not ACTIVE in `out`.

@@ -90,6 +90,41 @@ def test_a_policy_may_change_the_cache_that_asks() -> None:
             second.resume()
 
 
+def test_a_cache_that_a_policy_resizes_gets_its_pages_again() -> None:
+    """It was sized before another one had a shortage: it takes part with pages for all of its new tokens, or not at all."""
+    with Rig(small(8, host_slots=16), engine=False) as rig:
+        first, second, third = active(rig, [4, 4, 4])
+        with rig.manager.step([first, second, third], [8, 20, 0], make_room=Does(lambda: first.resize(4))) as step:
+            assert [cache.capacity - cache.history_length for cache in step.caches] == [8, 0]
+            assert (step.caches, step.short) == ([first, third], [second])
+        with rig.manager.step([first, second, third], [8, 16, 0], make_room=Does(third.close, lambda: first.resize(8))) as step:
+            assert [cache.capacity - cache.history_length for cache in step.caches] == [8, 16]
+
+
+def test_a_cache_that_asks_may_be_suspended_and_resumed() -> None:
+    """In one answer, while room is made for it, or in two: then it takes part."""
+    with Rig(small(8, host_slots=16), engine=False) as rig:
+        first, second, third = active(rig, [4, 8, 8])
+
+        def rest() -> None:
+            first.suspend()
+            third.suspend()
+            assert first.resume()
+
+        with rig.manager.step([first, second], 20, make_room=Does(rest, second.suspend)) as step:
+            assert (step.caches, step.suspended, step.short) == ([first], [second], [])
+        first.resize(4)
+        assert second.resume()
+        assert third.resume()
+
+        def back() -> None:
+            third.suspend()
+            assert first.resume()
+
+        with rig.manager.step([first, second], 20, make_room=Does(first.suspend, back)) as step:
+            assert (step.caches, step.suspended, step.short) == ([first], [], [second])
+
+
 def test_a_cache_that_a_policy_resumes_takes_part_again() -> None:
     """In one answer or in a later one, before or after its turn: it is in `caches`, with its pages, and nowhere else."""
     with Rig(small(8, host_slots=16), engine=False) as rig:
