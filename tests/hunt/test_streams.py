@@ -9,7 +9,7 @@ import pytest
 from tests.hunt.streams import growth, serve
 
 
-@pytest.mark.parametrize(("schedule", "requests", "colder"), [("eager", 10_000, 0), ("random", 2000, 1), ("threads", 2000, 2)])
+@pytest.mark.parametrize(("schedule", "requests", "colder"), [("eager", 4000, 0), ("random", 2000, 1), ("threads", 2000, 2)])
 @pytest.mark.parametrize("handles_return", [False, True])
 def test_a_request_with_a_stream_of_its_own_leaves_nothing(
     tmp_path: Path, schedule: str, requests: int, colder: int, handles_return: bool

@@ -150,11 +150,16 @@ def test_ten_thousand_siblings_stay_shallow() -> None:
 
 
 DEEP_FAN = """
-from tests.support.tree_rig import FULL, Cache
+from kv_cache_manager_v2.reuse.tokens import pack
+from tests.support.tree_rig import EMPTY_SCOPE, FULL, Cache
 cache = Cache(32, FULL)
+root = cache.tree.root(EMPTY_SCOPE)
 for position in range(32):
     for bit in range(31):
-        cache.store([0] * position + [1 << bit] + [0] * (31 - position))
+        part = pack([0] * position + [1 << bit] + [0] * (31 - position))
+        block, _how = cache.tree.insert(root, part.data, part.num_tokens)
+        cache.give(block, 0, part.num_tokens)
+cache.tree.check_invariants()
 cache.tree.clear()
 """
 

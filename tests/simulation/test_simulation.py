@@ -15,9 +15,9 @@ from tests.simulation.setups import SHAPES
 from tests.simulation.simulator import SimulationError, simulate
 from tests.support.engine import Engine, Indices, Plane, Words
 
-VOLUMES = 4
+VOLUMES = 2
 RUNS = 2 * len(SHAPES)
-OPERATIONS = 3200  # of each run: 4 x 18 x 3200 = 230,400 in all
+OPERATIONS = 3200  # of each run: 2 x 18 x 3200 = 115,200 in all
 
 
 def run_volume(first: int, runs: int, operations: int) -> Counts:
