@@ -15,6 +15,7 @@ from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.call import look
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport, explain
+from kv_cache_manager_v2.reuse.explain_hits import HitsReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, ScopeLike, scope_of
 from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.live_curve import LiveCurve
@@ -121,6 +122,15 @@ class ManagerReuse(ManagerSteps):
         with self._shared.lock:
             look(self._shared, "explain_miss()")
             return explain(self._tree, scope, packed, config.enable_partial_reuse, config.reuse_match_backoff, self._history, tiers)
+
+    def explain_hits(self) -> HitsReport:
+        """What the look-ups found so far, and which layer groups made their matches shorter, why, and what to configure: print it.
+
+        A layer group that loses more tokens than are reused is also named in the log, once, from the hundredth look-up on.
+        """
+        with self._shared.lock:
+            look(self._shared, "explain_hits()")
+            return self._shared.losses.report()
 
     def hit_curve(self, cache_level: SupportsIndex = GPU_LEVEL) -> HitCurve:
         """What this level would find of the prompts if it had another size, and the warmer ones their present sizes.

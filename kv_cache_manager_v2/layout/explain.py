@@ -97,7 +97,7 @@ def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
     sizings, _raised = plan_levels(layout, given)
     one_request = structural_slots(layout)
     levels = [_explain_level(layout, index, sizing, one_request) for index, sizing in enumerate(sizings)]
-    return SizingTable(levels, [_name_group(layout, index) for index in range(layout.num_life_cycles)])
+    return SizingTable(levels, [name_group(layout, index) for index in range(layout.num_life_cycles)])
 
 
 def _explain_level(layout: StorageLayout, index: int, sizing: LevelSizing, one_request: list[int]) -> SizingLevel:
@@ -137,7 +137,8 @@ def _explain_level(layout: StorageLayout, index: int, sizing: LevelSizing, one_r
     )
 
 
-def _name_group(layout: StorageLayout, index: int) -> str:
+def name_group(layout: StorageLayout, index: int) -> str:
+    """A layer group in a few words: "window 1024, 2 layers"."""
     cycle = layout.life_cycles[index]
     kind = "full attention"
     if not cycle.is_attention:

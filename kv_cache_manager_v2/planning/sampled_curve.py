@@ -40,6 +40,7 @@ class SampledPath:
     def __init__(self) -> None:
         self.keys: list[int] = []
         self.ordinals: list[int] = []
+        self.num_whole = 0  # full blocks
         self.stem = 0  # first blocks that many conversations share
         self.stem_key = 0  # of the last of them; its hash is 0, so that it stays in the sample
 

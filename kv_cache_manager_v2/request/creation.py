@@ -19,8 +19,10 @@ from kv_cache_manager_v2.storage.page import Page
 def start(request: Request, match: Match, tokens: TokenSequence) -> None:
     """Start a SUSPENDED request from a match, whose tokens are committed and whose pages it holds. O(blocks x layer groups)."""
     shared = request.shared
-    if shared.live_curve is not None and not request.excluded():
-        shared.live_curve.look_up(request.scope, tokens, match.blocks)
+    if not request.excluded():
+        shared.losses.count(match)
+        if shared.live_curve is not None:
+            request.sampled = shared.live_curve.look_up(request.scope, tokens, match.blocks)
     count = match.num_tokens
     size = request.tokens_per_block
     priorities = _matched_priorities(request, match)

@@ -24,6 +24,7 @@ from kv_cache_manager_v2.request.pending_loads import PendingLoads
 from kv_cache_manager_v2.request.reservation import Reservation
 from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
 from kv_cache_manager_v2.reuse.block import Block
+from kv_cache_manager_v2.reuse.explain_hits import HitLosses
 from kv_cache_manager_v2.reuse.live_curve import LiveCurve
 from kv_cache_manager_v2.reuse.tree import RadixTree
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
@@ -80,6 +81,7 @@ class ManagerState:
         self.next_serial = 0
         self.publications: dict[Block, Publication] = {}  # by uncomputed block
         self.guard: GuardedListener | None = None  # the wrapper of an engine's listener
+        self.losses = HitLosses(layout, hierarchy.counters, config.reuse_match_backoff, config.commit_min_snapshot)
         self.live_curve: LiveCurve | None = None  # None unless configured
         # Work for the next call.
         self.closed_loads: list[PendingLoads] = []  # loads of requests that closed before these had ended ...

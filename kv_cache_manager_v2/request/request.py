@@ -29,6 +29,7 @@ from kv_cache_manager_v2.arguments import is_bool
 from kv_cache_manager_v2.errors import LogicError, PageDataLostError
 from kv_cache_manager_v2.ids import BAD_PAGE_INDEX, PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, TOKEN_ID_LIMIT, Point, Stream
 from kv_cache_manager_v2.layout.life_cycle import NEVER, LifeCycle
+from kv_cache_manager_v2.planning.sampled_curve import SampledPath
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.pending_loads import PendingLoads, log_loss
@@ -114,6 +115,7 @@ class Request:
         self.borrowed_tail = False  # whether the last block is a partly matched page of the tree, which the first resume copies
         self.divergence = 0  # tokens of the longest cached path at creation, regardless of back-off and missing pages
         self.before_hybrid = 0  # tokens that would have been reused if recurrent layers needed no snapshot
+        self.sampled: SampledPath | None = None  # the prompt's sampled blocks, for the live hit curve
         self.cached_tokens_by_level: list[int] = [0] * hierarchy.num_levels
         self.last_cached_level = -1  # the level to which the last reused token is credited; -1: none was reused
         # Stream.

@@ -349,7 +349,7 @@ def close(request: Request) -> None:
     if request.capacity > 0 and not request.excluded():
         shared.tuner.sample_closed(*request.mean_lengths())
         if shared.live_curve is not None:
-            shared.live_curve.touch(request.scope, request.path, request.tail.getvalue())
+            shared.live_curve.end(request.scope, request.sampled, request.path, request.tail.getvalue())
     if worth >= 0:
         ending.set_class(request, worth)
     _end_pages(request, point)

@@ -1,7 +1,7 @@
 """The live hit curve of a manager: what caches of other sizes would find of the prompts that come.
 
 It sees tokens, not the tree's blocks: a block that the cache has dropped is known by a hash of its prefix. Which blocks are sampled
-is decided by four words of a block and its ordinal, so the hash of a prefix is computed for sampled blocks only.
+is decided by two words of a block and its ordinal, so the hash of a prefix is computed for sampled blocks only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from librt.strings import read_i32_le
 from mypy_extensions import i64
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest
 
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.planning.sampled_curve import HASH_BITS, KEY_BITS, SampledCurve, SampledPath
@@ -22,6 +22,7 @@ from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 
 REACH: Final = 8  # the largest size of the curve, in sizes of the cache
 MANY: Final = 8  # continuations in the cache that make a path a stem
+CHUNK: Final = 16384  # bytes: a prefix is hashed in chunks, each with the hash of those before it as seed
 FACTOR: Final = 0x61C88647  # odd, below 2**31: 2**32 times the golden ratio, negated
 WORD_MASK: Final = (1 << HASH_BITS) - 1
 IDENTITY_MASK: Final = (1 << KEY_BITS) - 1
@@ -48,33 +49,46 @@ class LiveCurve:
         """See `SampledCurve.curve`."""
         return self._curve.curve(warmer, block_bytes)
 
-    def look_up(self, scope: ReuseScope, tokens: TokenSequence, matched: Sequence[Block]) -> None:
+    def look_up(self, scope: ReuseScope, tokens: TokenSequence, matched: Sequence[Block]) -> SampledPath:
         """Count a look-up, and the use of the prompt's blocks. `matched` are the blocks that the cache has. O(bytes)."""
-        if tokens.num_tokens == 0:
-            return
-        stem = _stem_of(matched) if self._curve.rate < 1.0 else 0
         size = self._size
         if tokens.digests:
             ends = [tokens.byte_offset(position) for position in range(size, tokens.num_tokens, size)]
         else:
             ends = list(range(TOKEN_BYTES * size, len(tokens.data), TOKEN_BYTES * size))
-        ends.append(len(tokens.data))
-        path = self._sample(scope, tokens.data, ends, stem)
+        if tokens.num_tokens > 0:
+            ends.append(len(tokens.data))
+        path = self._sample(scope, tokens.data, ends, self._stem_of(matched))
+        path.num_whole = tokens.num_tokens // size
         self._curve.look_up(path, tokens.num_tokens)
         self._curve.touch(path)
+        return path
 
-    def touch(self, scope: ReuseScope, blocks: Sequence[Block], tail: bytes) -> None:
-        """Count the use of a path that ends with a request: full blocks, and the packed tokens after them. O(bytes)."""
+    def end(self, scope: ReuseScope, prompt: SampledPath | None, blocks: Sequence[Block], tail: bytes) -> None:
+        """Count the use of a path that ends with a request: full blocks, and the packed tokens after them.
+
+        `prompt` is what `look_up` has returned, if there was a look-up. O(blocks), and O(bytes) if a block after it is sampled.
+        """
         parts = [block.tokens for block in blocks]
         if tail:
             parts.append(tail)
+        if prompt is not None and not self._samples_any(parts, prompt.num_whole):
+            self._curve.touch(prompt)
+            return
         ends: list[int] = []
         end = 0
         for part in parts:
             end += len(part)
             ends.append(end)
-        stem = _stem_of(blocks) if self._curve.rate < 1.0 else 0
-        self._curve.touch(self._sample(scope, b"".join(parts), ends, stem))
+        self._curve.touch(self._sample(scope, b"".join(parts), ends, self._stem_of(blocks)))
+
+    def _samples_any(self, parts: list[bytes], first: int) -> bool:
+        """Whether a block from ordinal `first` on is sampled."""
+        threshold: i64 = self._curve.threshold
+        for ordinal in range(first, len(parts)):  # noqa: SIM110 (as a loop: any() would make a generator)
+            if _hash(parts[ordinal], 0, len(parts[ordinal]), ordinal) < threshold:
+                return True
+        return False
 
     def _sample(self, scope: ReuseScope, data: bytes, ends: list[int], stem: int) -> SampledPath:
         """The sampled blocks of a path whose blocks end at these bytes of its packed tokens."""
@@ -82,33 +96,42 @@ class LiveCurve:
         path.stem = stem
         threshold: i64 = self._curve.threshold
         view = memoryview(data)
-        hasher = xxh3_64(scope.data)
-        hashed = 0  # bytes
+        seed = xxh3_64_intdigest(memoryview(scope.data))
+        hashed = 0  # bytes, in whole chunks
         beg: i64 = 0
-        for number, byte in enumerate(ends):
+        for ordinal, byte in enumerate(ends):
             end: i64 = byte
-            ordinal: i64 = number + 1
-            mark = _hash(data, beg, end, ordinal) if end > beg else threshold
+            mark = _hash(data, beg, end, ordinal)
             beg = end
-            if mark < threshold or ordinal == stem:
-                hasher.update(view[hashed:end])
-                hashed = end
-                identity = hasher.intdigest() & IDENTITY_MASK
+            if mark < threshold or ordinal + 1 == stem:
+                while hashed + CHUNK <= byte:
+                    seed = xxh3_64_intdigest(view[hashed : hashed + CHUNK], seed)
+                    hashed += CHUNK
+                identity = xxh3_64_intdigest(view[hashed:byte], seed) & IDENTITY_MASK
                 if mark < threshold:
                     path.keys.append((int(mark) << KEY_BITS) | identity)
-                    path.ordinals.append(ordinal - 1)
-                if ordinal == stem:
+                    path.ordinals.append(ordinal)
+                if ordinal + 1 == stem:
                     path.stem_key = identity | 1
         return path
 
+    def _stem_of(self, blocks: Sequence[Block]) -> int:
+        """How many first blocks of a path are a stem: those up to the last one that many cached blocks follow. O(blocks).
+
+        0 if every block is sampled.
+        """
+        if self._curve.rate < 1.0:
+            for number in range(len(blocks), 0, -1):
+                children = blocks[number - 1].children
+                if children is not None and sibling_trie.has_many(children, MANY):
+                    return number
+        return 0
+
 
 def _hash(data: bytes, beg: i64, end: i64, ordinal: i64) -> i64:
-    """The hash of a block that decides whether it is sampled, 1 to 2**HASH_BITS - 1."""
-    third: i64 = (end - beg) // 3 & -4
-    mixed = _mixed(ordinal, i64(read_i32_le(data, beg)))
-    mixed = _mixed(mixed, i64(read_i32_le(data, beg + third)))
-    mixed = _mixed(mixed, i64(read_i32_le(data, end - TOKEN_BYTES - third)))
-    mixed = _mixed(mixed, i64(read_i32_le(data, end - TOKEN_BYTES)))
+    """The hash of a block that decides whether it is sampled, 1 to 2**HASH_BITS - 1, from two of its words."""
+    middle: i64 = (beg + end) >> 1 & -4
+    mixed = _mixed(_mixed(ordinal + 1, i64(read_i32_le(data, middle))), i64(read_i32_le(data, end - TOKEN_BYTES)))
     return mixed if mixed > 0 else 1
 
 
@@ -116,12 +139,3 @@ def _mixed(before: i64, word: i64) -> i64:
     """31 bits that depend on all bits of both."""
     product = ((before ^ word) & WORD_MASK) * FACTOR
     return (product ^ product >> 15 ^ product >> 31) & WORD_MASK
-
-
-def _stem_of(blocks: Sequence[Block]) -> int:
-    """How many first blocks of a path are a stem: those up to the last one that many cached blocks follow. O(blocks)."""
-    for number in range(len(blocks), 0, -1):
-        children = blocks[number - 1].children
-        if children is not None and sibling_trie.has_many(children, MANY):
-            return number
-    return 0

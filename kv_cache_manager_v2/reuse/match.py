@@ -38,6 +38,7 @@ class Match:
         self.num_lookup_tokens = num_lookup_tokens
         self.divergence = divergence  # length of the longest common path, before back-off and regardless of missing pages
         self.before_hybrid = before_hybrid  # tokens that would be reusable if no life cycle needed snapshots
+        self.path: list[Block] = blocks  # the full blocks of the longest common path, and perhaps the last block of the match
 
 
 def match(
@@ -274,7 +275,9 @@ class _Search:
             blocks = blocks[: num_tokens // tree.tokens_per_block]
         if last is not None:
             blocks.append(last)
-        return Match(blocks, num_tokens, self.num_lookup, self.length, before_hybrid)
+        match = Match(blocks, num_tokens, self.num_lookup, self.length, before_hybrid)
+        match.path = self.path
+        return match
 
     def _longest(self, limit: int, snapshots: bool) -> int:
         """The largest reusable length not above `limit`. Sets `found` if it ends inside a block."""

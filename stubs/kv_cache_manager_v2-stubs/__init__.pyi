@@ -101,6 +101,7 @@ from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
 from kv_cache_manager_v2.reuse.explain import MissCause, MissReport
+from kv_cache_manager_v2.reuse.explain_hits import GroupHits, HitsReport
 from kv_cache_manager_v2.reuse.keys import ReuseScope, sequence_to_blockchain_keys
 from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.tokens import MmItemContext, TokenIdExt, Tokens, gen_multimodal_cache_key_tokens
@@ -214,6 +215,8 @@ __all__ = [
     "MissCause",
     "MatchLimits",
     "MissReport",
+    "GroupHits",
+    "HitsReport",
     "CacheListener",
     "EventMirror",
     "EventSnapshot",

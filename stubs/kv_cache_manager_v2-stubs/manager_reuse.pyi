@@ -10,6 +10,7 @@ from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.reuse.explain import MissHistory, MissReport
+from kv_cache_manager_v2.reuse.explain_hits import HitsReport
 from kv_cache_manager_v2.reuse.keys import ScopeLike
 from kv_cache_manager_v2.reuse.limits import MatchLimits
 from kv_cache_manager_v2.reuse.tokens import Tokens
@@ -69,6 +70,12 @@ class ManagerReuse(ManagerSteps):
         """Explain why `probe_reuse` finds no more: print the result. Changes nothing.
 
         Dropped blocks are known only if `miss_history` is configured. O(prompt), plus one probe per other scope.
+        """
+
+    def explain_hits(self) -> HitsReport:
+        """What the look-ups found so far, and which layer groups made their matches shorter, why, and what to configure: print it.
+
+        A layer group that loses more tokens than are reused is also named in the log, once, from the hundredth look-up on.
         """
 
     def hit_curve(self, cache_level: SupportsIndex = GPU_LEVEL) -> HitCurve:

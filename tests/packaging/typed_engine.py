@@ -181,6 +181,9 @@ def numbers(manager: kvcm.KVCacheManager) -> None:
         curve: kvcm.HitCurve = manager.hit_curve(GPU_LEVEL)
         ratios: list[float] = curve.ratios
         assert len(ratios) == len(curve.sizes) == len(curve.hit_tokens) == len(curve.after(3).sizes)
+    hits: kvcm.HitsReport = manager.explain_hits()
+    groups: tuple[kvcm.GroupHits, ...] = hits.groups
+    assert groups[0].layer_group == 0
     report: kvcm.MissReport = manager.explain_miss(None, [1, 2, 3])
     assert report.cause is not kvcm.MissCause.DROPPED
     assert kvcm.PageStatus.HELD.name == "HELD"

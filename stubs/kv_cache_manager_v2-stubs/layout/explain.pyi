@@ -60,6 +60,9 @@ def explain_sizing(config: KVCacheManagerConfig) -> SizingTable:
     A quota below its minimum is raised, as a manager would raise it. Raises ConfigError for an invalid configuration.
     """
 
+def name_group(layout: StorageLayout, index: int) -> str:
+    """A layer group in a few words: "window 1024, 2 layers"."""
+
 def human_bytes(count: int) -> str:
     """A size as text, in the largest unit in which it is at least 1."""
 
