@@ -24,6 +24,7 @@ from kv_cache_manager_v2.cli.report import Settings, make_report, to_json, to_ta
 from kv_cache_manager_v2.cli.serving import Engine
 from kv_cache_manager_v2.cli.streams import ReportOutput
 from kv_cache_manager_v2.cli.traces import STDIN, Trace
+from kv_cache_manager_v2.cli.work import model_shape
 from kv_cache_manager_v2.errors import KVCacheError
 
 DESCRIPTION: Final = """\
@@ -70,6 +71,13 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         metavar="FILE",
         help=f"draw hits, occupied slots, moved bytes and evictions over time to a file: {', '.join(FORMATS)}",
     )
+    parser.add_argument(
+        "--model-shape",
+        type=model_shape,
+        metavar="P,W,L",
+        help="report the work saved in FLOPs too: parameters that a token uses, heads times the elements of a head, and layers of "
+        "each kind, such as 8e9,4096,32 or, with two kinds, 8e9,4096,8+24",
+    )
     parser.add_argument("--format", choices=["table", "json"], default="table", help="format of the report (default: %(default)s)")
     shared.add_report_options(parser)
     parser.set_defaults(run=run)
@@ -113,6 +121,7 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
         options.verify,
         options.seed,
         "compiled" if COMPILED else "interpreted",
+        options.model_shape,
     )
     report = make_report(settings, trace, capacity, outcome, time.perf_counter() - started)
     if picture is not None and recorder is not None:
@@ -134,6 +143,9 @@ def _check_options(options: argparse.Namespace) -> None:
     if wants_disk and not os.path.isdir(options.disk_path):
         parser.error(f"--disk-path {options.disk_path}: no such directory")
     shared.check_plot(options)
+    if options.model_shape is not None and len(options.model_shape.layers) != len(shared.layers_of(options, 1).kinds):
+        kinds = "+".join(shared.layers_of(options, 1).names)
+        parser.error(f"--model-shape has layers of {len(options.model_shape.layers)} kinds; --layers {options.layers} has {kinds}")
     shared.layers_of(options, 1)  # only which options go together: the trace has not been read
 
 

@@ -14,6 +14,7 @@ from kv_cache_manager_v2.cli.capacity import Capacity
 from kv_cache_manager_v2.cli.layers import Layers
 from kv_cache_manager_v2.cli.serving import Outcome
 from kv_cache_manager_v2.cli.traces import Trace
+from kv_cache_manager_v2.cli.work import ModelShape, work_rows, work_saved
 
 REPORTED_BAD_LINES: Final = 10  # most skipped lines that are listed
 
@@ -30,6 +31,7 @@ class Settings:
     verify: bool
     seed: int
     build: str  # "compiled" or "interpreted"
+    shape: ModelShape | None  # for the work in FLOPs
 
 
 def hit_summary(hit_tokens: Sequence[int], total_tokens: Sequence[int]) -> dict[str, Any]:
@@ -59,6 +61,10 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         **bad_lines_of(trace),
         "whole": hit_summary(hits, totals),
         "last_half": hit_summary(hits[half:], totals[half:]),
+        "work_saved": {
+            "whole": work_saved(settings.layers, settings.shape, hits, totals),
+            "last_half": work_saved(settings.layers, settings.shape, hits[half:], totals[half:]),
+        },
         "hit_tokens_by_tier": dict(zip(names, outcome.hit_tokens_by_level, strict=True)),
         "hits_by_life_cycle": {
             kind: dict(zip(names, row, strict=True)) for kind, row in zip(settings.layers.names, outcome.hit_pages, strict=True)
@@ -131,6 +137,8 @@ def to_table(report: dict[str, Any]) -> str:
             for name, count in row.items()
         ],
         ("prompt tokens computed", number(report["computed_tokens"])),
+        *work_rows("whole trace", report["work_saved"]["whole"]),
+        *work_rows("last half of requests", report["work_saved"]["last_half"]),
     ]
     if report["decode"]:
         rows.append(("tokens generated", number(report["generated_tokens"])))
