@@ -21,7 +21,7 @@ from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.report import to_json
 from kv_cache_manager_v2.cli.streams import tell
 from kv_cache_manager_v2.cli.terminal_plot import require_rich, to_bars
-from kv_cache_manager_v2.cli.traces import STDIN, Trace
+from kv_cache_manager_v2.cli.traces import STDIN
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 
 LRU: Final = "lru"
@@ -159,7 +159,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         {gib: blocks_of_gib(gib, options.bytes_per_token, options.tokens_per_block) for gib in options.budget_gib},
         shared.tiers_of(options),
         {name: cost for name, _tier in shared.TIERS if (cost := getattr(options, f"{name}_cost")) is not None},
-        _longest(trace, options.tokens_per_block),
+        sorted(-(-record.input_length // options.tokens_per_block) for record in trace.records),
         seconds,
         "compiled" if COMPILED else "interpreted",
     )
@@ -171,11 +171,6 @@ def _curve(options: argparse.Namespace, layers: Layers, requests: Requests) -> H
         return exact_curve(requests, options.tokens_per_block)
     with progress_bar("plan", options.points) as progress:
         return simulated_curve(requests, layers, options.tokens_per_block, options.points, progress)
-
-
-def _longest(trace: Trace, tokens_per_block: int) -> int:
-    """Blocks of the longest prompt."""
-    return max(-(-record.input_length // tokens_per_block) for record in trace.records)
 
 
 def _ratios(text: str) -> list[float]:

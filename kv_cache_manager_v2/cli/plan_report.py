@@ -6,6 +6,7 @@ of `sizes` has `blocks: null` if no size reaches its ratio.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,9 +37,13 @@ class Plan:
     budgets: dict[float, int]  # GiB -> blocks
     tiers: list[TierBlocks]
     costs: dict[str, float]  # of a GiB, by tier
-    longest: int  # blocks of the longest prompt
+    lengths: list[int]  # of all prompts, in blocks, ascending
     seconds: float  # to compute the curve
     build: str  # "compiled" or "interpreted"
+
+    def num_longer(self, blocks: int) -> int:
+        """Prompts that a cache of so many blocks cannot hold. A replay skips their requests."""
+        return len(self.lengths) - bisect_right(self.lengths, blocks)
 
     def gib(self, blocks: int) -> float | None:
         if self.bytes_per_token is None:
@@ -59,12 +64,20 @@ def make_report(plan: Plan) -> dict[str, Any]:
         "requests_not_counted": plan.num_uncounted,
         **bad_lines_of(trace),
         "counted_tokens": total,
-        "longest_prompt_blocks": plan.longest,
+        "longest_prompt_blocks": plan.lengths[-1],
         "exact": curve.exact,
         "ceiling_hit_ratio": curve.ceiling / total if total else 0.0,
         "sizes": _sizes(plan),
         "tiers": _tiers(plan),
-        "curve": [{"blocks": size, "gib": plan.gib(size), "hit_ratio": curve.ratio(size)} for size in plan.sizes],
+        "curve": [
+            {
+                "blocks": size,
+                "gib": plan.gib(size),
+                "hit_ratio": curve.ratio(size),
+                "requests_that_cannot_fit": plan.num_longer(size),
+            }
+            for size in plan.sizes
+        ],
         "seconds": round(plan.seconds, 3),
         "build": plan.build,
     }
@@ -95,6 +108,7 @@ def _size(plan: Plan, name: str, blocks: int | None) -> dict[str, Any]:
     gib = plan.gib(blocks)
     row: dict[str, Any] = {"name": name, "blocks": blocks, "tokens": blocks * plan.tokens_per_block, "gib": gib}
     row["hit_ratio"] = plan.curve.ratio(blocks)
+    row["requests_that_cannot_fit"] = plan.num_longer(blocks)
     if gib is not None and plan.costs:
         row["cost"] = {tier: gib * cost for tier, cost in plan.costs.items()}
     return row
@@ -137,14 +151,15 @@ def to_table(report: dict[str, Any]) -> str:
         ]
     )
     tiers = list(next((row["cost"] for row in report["sizes"] if "cost" in row), {}))
-    head = ["memory", "blocks", "tokens", "GiB", "hit ratio", *(f"cost on {tier}" for tier in tiers)]
+    head = ["memory", "blocks", "tokens", "GiB", "hit ratio", "cannot fit", *(f"cost on {tier}" for tier in tiers)]
     rows: list[list[str]] = []
     for row in report["sizes"]:
         if row["blocks"] is None:
             rows.append([row["name"], *["-"] * 3, f"not reached: the ceiling is {_percent(report['ceiling_hit_ratio'])}"])
             continue
         sizes = [number(row["blocks"]), number(row["tokens"]), _decimal(row["gib"])]
-        rows.append([row["name"], *sizes, _percent(row["hit_ratio"]), *(_decimal(row["cost"][tier]) for tier in tiers)])
+        too_long = number(row["requests_that_cannot_fit"]) if row["requests_that_cannot_fit"] else "-"
+        rows.append([row["name"], *sizes, _percent(row["hit_ratio"]), too_long, *(_decimal(row["cost"][tier]) for tier in tiers)])
     text += "\n" + grid(head, rows)
     if report["tiers"]:
         head = ["tier", "blocks", "GiB", "hit ratio", "so far", "cost", "so far"]

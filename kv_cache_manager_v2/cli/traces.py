@@ -13,12 +13,13 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from kv_cache_manager_v2.cli.trace_blocks import BlockSizes
 from kv_cache_manager_v2.cli.trace_lines import AUTO, TraceRecord, line_parser
 
 STDIN: Final = "-"
+MAX_LINE_BYTES: Final = 64 << 20  # of one request: millions of ids
 
 
 class TraceError(Exception):
@@ -113,12 +114,22 @@ def _lines(path: str) -> Generator[bytes, None, None]:
         if path == STDIN:
             if sys.stdin is None:
                 raise TraceError("standard input is closed")
-            yield from sys.stdin.buffer
+            yield from _split(path, sys.stdin.buffer)
         elif path.endswith(".gz"):
             with gzip.open(path, "rb") as packed:
-                yield from packed
+                yield from _split(path, packed)
         else:
             with Path(path).open("rb") as plain:
-                yield from plain
+                yield from _split(path, plain)
     except (OSError, EOFError, zlib.error) as error:  # a gzip file may be cut short or corrupt
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _split(path: str, source: BinaryIO | gzip.GzipFile) -> Generator[bytes, None, None]:
+    """The lines of a file. A line without an end would fill the memory: one that is too long raises TraceError."""
+    number = 0
+    while line := source.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; write one request a line")
+        yield line

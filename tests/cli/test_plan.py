@@ -62,6 +62,18 @@ def test_it_agrees_with_replays_of_the_manager(
     assert report["counted_tokens"] == unlimited["total_tokens"]
 
 
+def test_it_says_how_many_requests_a_replay_would_skip(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    """Those that are longer than the cache."""
+    report = plan(capsys, trace, "--tokens-per-block", "16", "--points", 40)
+    skipped = [point["requests_that_cannot_fit"] for point in report["curve"]]
+    assert skipped[0] > skipped[-1] == 0
+    point = next(point for point in report["curve"] if point["blocks"] > 12)
+    found = replay(capsys, trace, "--tokens-per-block", "16", "--gpu-blocks", point["blocks"])
+    assert found["skipped_requests"] == point["requests_that_cannot_fit"]
+    assert main(["plan", trace, "--tokens-per-block", "16", "--target-hit", "0.01"]) == 0
+    assert "cannot fit" in capsys.readouterr().out
+
+
 def test_states_within_blocks_are_a_note(capsys: pytest.CaptureFixture[str], trace: str) -> None:
     assert main(["plan", trace, "--tokens-per-block", "64", "--layers", "full+ssm", "--snapshot-every", "64", "--points", "2"]) == 0
     assert capsys.readouterr().err.startswith("kvcm: note: states within a block are not simulated, and blocks of 64 tokens")

@@ -94,6 +94,11 @@ def test_a_gzip_file_is_unpacked_and_a_broken_one_reported(tmp_path: Path) -> No
         read_trace(str(path), 4)
 
 
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+    with pytest.raises(TraceError, match=r"/dev/zero, line 1: longer than 64 MiB"):
+        read_trace("/dev/zero", 4)
+
+
 @pytest.mark.parametrize("text", [b"", b"\n \n"])
 def test_a_trace_without_requests_is_an_error(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "trace.jsonl"
