@@ -25,4 +25,7 @@ def check_policy(wanted: object) -> None:
 def make_policy(wanted: str | Callable[[], EvictionPolicy]) -> EvictionPolicy:
     """A new policy, by name or by calling what the user gave. Raises ConfigError if that returns something else."""
     make: Callable[[], object] = POLICIES[wanted] if isinstance(wanted, str) else wanted
-    return instance(make(), EvictionPolicy, "the policy that eviction_policy() returned")
+    policy = instance(make(), EvictionPolicy, "the policy that eviction_policy() returned")
+    if not hasattr(policy, "order"):
+        raise ConfigError(f"{type(policy).__name__} has no order; its __init__ must call EvictionPolicy.__init__")
+    return policy

@@ -103,7 +103,14 @@ def test_a_policy_must_not_call_its_manager() -> None:
     assert "eviction policy" in str(refusals[0])
 
 
-@pytest.mark.parametrize("policy", ["mru", None, 3, EvictionOrder, lambda: None])
+class Unmade(EvictionPolicy):
+    """A mistake: it does not call the constructor of its base."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("policy", ["mru", None, 3, EvictionOrder, lambda: None, Unmade])
 def test_what_is_no_policy_is_refused(policy: object) -> None:
     config = small(4)
     config.eviction_policy = policy  # type: ignore[assignment]  # the mistake that is tested
