@@ -35,7 +35,7 @@ STUB_FILES := $(sort $(shell cd $(STUBS) && find . -name '*.pyi' -printf '%P\n')
 TYPED := kv_cache_manager_v2 tests setup_mypyc.py generated_c.py stubs/generate.py $(wildcard examples bench)
 
 SOURCES := $(sort $(shell find kv_cache_manager_v2 stubs -name '*.py' -o -name '*.pyi'))
-BUILD_INPUTS := build/sources $(SOURCES) pyproject.toml setup_mypyc.py generated_c.py LICENSE README.md
+BUILD_INPUTS := build/sources $(SOURCES) pyproject.toml setup_mypyc.py generated_c.py spare_objects.h LICENSE README.md
 
 define FIND_GPU
 import sys
@@ -159,7 +159,8 @@ hunt: $(ENV) $(COMPILED)  ## the hunt for wrong bytes and lost slots on both bui
 	    hunt="env $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED)"; \
 	    (cd build/compiled && $$hunt --ops $(OPS) && $$hunt --count $(EVERY) && $$hunt --streams $(STREAMS) && \
 	        $$hunt --ops $$(($(OPS) / 50)) --interrupts timer --faults no && \
-	        $$hunt --ops $$(($(OPS) / 50)) --per-run 500 --interrupts calls --faults no) || exit 1; \
+	        $$hunt --ops $$(($(OPS) / 50)) --per-run 500 --interrupts calls --faults no && \
+        $$hunt --starve $$(($(OPS) / 10000))) || exit 1; \
 	done
 	cd build/compiled && build=interpreted && $(ON) ../../$(BIN)/python -m tests.hunt --seed $(SEED) \
 	    --ops 100000 --per-run 500 --interrupts places --faults no

@@ -1,7 +1,8 @@
-"""What the build adds to the C code that mypyc generates: docstrings, and ConfigError for an argument of a wrong class.
+"""What the build adds to the C code that mypyc generates: docstrings, ConfigError for an argument of a wrong class, spare objects.
 
 mypyc 2.4.1 drops docstrings, and raises TypeError where the class of an argument is not the annotated one. `complete` adds the
-docstrings to the C code, and lets `refuse` of arguments.py raise: `help()` and errors are the same on both builds.
+docstrings to the C code, and lets `refuse` of arguments.py raise: `help()` and errors are the same on both builds. Where mypyc's
+code ends the process, because an integer or a tuple cannot be allocated, it takes a spare one: see spare_objects.h.
 
 Rule: a build fails loudly. mypyc is pinned, another version may write other code: every public docstring must find its place.
 """
@@ -32,6 +33,7 @@ __attribute__((cold, noinline, unused)) static PyObject *KVCM_Text(const char *t
     return Py_None;
 }
 """
+SPARES: Final = "spare_objects.h"
 _STRING: Final = r'(?:NULL|"(?:[^"\\]|\\.)*")'
 _SIGNATURE_END: Final = '\\n--\\n\\n"'  # of mypyc's text signature
 
@@ -96,13 +98,14 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 class _Completion:
     """The changes to one file of C code."""
 
-    def __init__(self, code: str, docs: Docstrings, package: str) -> None:
+    def __init__(self, code: str, docs: Docstrings, package: str, spares: str) -> None:
         from mypyc.namegen import NameGenerator
 
         names = NameGenerator([list(docs.files.values())])
         self.code = re.sub(r"\n[ \t]+", "\n", code)  # most of the text is indentation
         self.docs = docs
         self.package = package
+        self.spares = spares  # C code for the head of the file
         self.placed: set[Key] = set()
         self.key_of: dict[str, Key] = {}  # C name, as mypyc makes it -> what it is
         for key in [*docs.texts, *docs.signatures]:
@@ -118,11 +121,12 @@ class _Completion:
         self._properties()
         self._modules()
         self._arguments()
+        self._tuples()
         head, line, rest = self.code.partition('#include "__native_internal_')
         if not line:
             raise RuntimeError("the C code does not include its own header")
         include, _, rest = rest.partition("\n")
-        return f"{MARK}{head}{line}{include}\n{PRELUDE.replace('PACKAGE', self.package)}{rest}"
+        return f"{MARK}{self.spares}{head}{line}{include}\n{PRELUDE.replace('PACKAGE', self.package)}{rest}"
 
     def _replace(self, pattern: str, change: Callable[[re.Match[str]], str]) -> None:
         self.code = re.sub(pattern, change, self.code, flags=re.MULTILINE | re.DOTALL)
@@ -187,6 +191,13 @@ class _Completion:
 
         self._replace(r'("([\w.]+)",\s*)NULL, /\* docstring \*/', change)
 
+    def _tuples(self) -> None:
+        """A tuple that cannot be allocated ends the process, after a spare one could not be had either."""
+        made = r"PyTuple_New(\(\d+\);\nif \(unlikely\(\w+ == NULL\)\)\nCPyError_OutOfMemory\(\))"
+        self.code, count = re.subn(made, r"KVCM_Tuple\1", self.code)
+        if count == 0:
+            raise RuntimeError("the C code makes no tuple")
+
     def _arguments(self) -> None:
         """Where a wrapper that Python calls finds an argument of a wrong class, or the setter of a property."""
         before = self.code
@@ -222,7 +233,7 @@ def complete(source: Path, root: Path, files: list[str], package: str) -> None:
     code = source.read_text()
     if code.startswith(MARK):
         return
-    work = _Completion(code, Docstrings(root, files), package)
+    work = _Completion(code, Docstrings(root, files), package, (root / SPARES).read_text())
     changed = work.run()
     missing = sorted(".".join(filter(None, key)) for key in work.docs.texts if public(key) and key not in work.placed)
     if missing:

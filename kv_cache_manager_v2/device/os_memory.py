@@ -115,11 +115,14 @@ def resize_range(address: int, old_bytes: int, new_bytes: int, may_move: bool) -
     return int(found)
 
 
+_PATIENCE: Final = 0.2  # seconds after which a thread that was started counts as one that cannot run
+
+
 class _Errand:
-    """A call that another thread runs."""
+    """A call that another thread runs; or the one that waits for it, where the other found no memory for its first line."""
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+        self._calls = [call]  # until a thread takes it
         self._over = Lock()  # released when the call has ended
         self._over.acquire()
         self._ended = False
@@ -127,7 +130,11 @@ class _Errand:
 
     def run(self) -> None:
         try:
-            self._call()
+            call = self._calls.pop()
+        except IndexError:
+            return  # the other thread has it
+        try:
+            call()
         except BaseException as error:
             self.error = error
         finally:
@@ -136,7 +143,8 @@ class _Errand:
 
     def wait(self) -> None:
         while not self._ended:
-            self._over.acquire(timeout=1.0)
+            if not self._over.acquire(timeout=_PATIENCE) and self._calls:
+                self.run()
 
 
 def uninterrupted(call: Callable[[], None]) -> None:

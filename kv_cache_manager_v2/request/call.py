@@ -252,8 +252,13 @@ def _close_unclosed(shared: ManagerState) -> list[Request]:
 
 
 def _warn_of(closed: list[Request]) -> None:
-    """Warn at the end of a call, so that the work is complete even if warnings are errors."""
+    """Warn at the end of a call. Nothing is raised, since the call has happened: a warning that is an error is logged."""
     for request in closed:
-        warnings.warn(
-            f"a KVCache (id {request.request_id}) was dropped without close(); it is closed now", ResourceWarning, stacklevel=4
-        )
+        try:
+            warnings.warn(
+                f"a KVCache (id {request.request_id}) was dropped without close(); it is closed now", ResourceWarning, stacklevel=4
+            )
+        except Warning as error:
+            _log.warning("%s", error)
+        except MemoryError:
+            continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kv_cache_manager_v2.device import os_memory
 from kv_cache_manager_v2.device.arenas import Arena, ChunkPool, DeviceArena
 from kv_cache_manager_v2.device.host_arena import HostArena
 from kv_cache_manager_v2.device.os_memory import PAGE_BYTES
@@ -104,3 +105,12 @@ def test_an_interrupt_at_any_place(kind: str, name: str) -> None:
         assert isinstance(error, KeyboardInterrupt) == interrupter.reached, error
         place.check(interrupter.where, KEPT[name])
     assert interrupter.nth > 10
+
+
+@interpreted
+def test_a_thread_that_has_no_memory_to_begin_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system has started it, and its first line has failed: the caller does its work."""
+    done: list[int] = []
+    monkeypatch.setattr(os_memory, "start_new_thread", lambda _run, _arguments: 0)
+    os_memory.uninterrupted(lambda: done.append(1))
+    assert done == [1]

@@ -18,6 +18,7 @@ from tests.hunt.counting import alone, run, together
 from tests.hunt.hunter import Hunter
 from tests.hunt.interrupts import Calls, InterruptedHunter, Places, Source, Timer, follow
 from tests.hunt.setups import MODELS, SCHEDULES, Setup, draw
+from tests.hunt.starving import WELL, starve
 from tests.hunt.streams import growth, serve
 
 
@@ -37,6 +38,7 @@ def main() -> int:
         "--count", type=int, default=0, help="instead, refuse the driver's calls one by one: every so many of the cases"
     )
     parser.add_argument("--streams", type=int, default=0, help="instead, serve so many requests, each with a stream of its own")
+    parser.add_argument("--starve", type=int, default=0, help="instead, so many child processes whose calls find no memory")
     parser.add_argument("--interrupts", choices=("timer", "places", "calls"), default=None, help="interrupt calls at random")
     parser.add_argument("--lenient", action="store_true", help="take over lengths that a refused call has changed")
     options = parser.parse_args()
@@ -46,6 +48,10 @@ def main() -> int:
         return count(options)
     if options.streams:
         return streams(options)
+    if options.starve:
+        ended = starve(options.seed, options.starve, 400)
+        print(", ".join(f"{how} {number:,}" for how, number in sorted(ended.items())), build_info())
+        return 1 if set(ended) - WELL else 0
     schedules = (options.schedule,) if options.schedule else SCHEDULES
     faults = None if options.faults is None else options.faults == "yes"
     outcomes: Counter[str] = Counter()

@@ -93,12 +93,11 @@ def _calls_of_construction(setup: Setup, workload: Workload, folder: str) -> int
 
 
 def alone(plain: Result) -> Iterator[list[Injection]]:
-    """Each point, each number of times: with the error of a device, and with another exception in turn."""
+    """Each point, each number of times, with three of the four exceptions in turn."""
     for end, names in ((False, plain.names), (True, plain.end_names)):
         for number in range(len(names)):
             for turn, times in enumerate(TIMES):
-                for error in (0, 1 + (number + turn) % (len(REFUSALS) - 1)):
-                    yield [Injection(number, times, error, end)]
+                yield [Injection(number, times, (number + turn) % len(REFUSALS), end)]
 
 
 def together(plain: Result) -> Iterator[list[Injection]]:

@@ -10,15 +10,13 @@ import pytest
 from kv_cache_manager_v2.build import COMPILED
 from tests.manager.test_any_exception import CALLS, free_lock, poisoned, scene_of
 
-if COMPILED:
-    pytest.skip("mypyc's runtime ends the process when an integer cannot be allocated", allow_module_level=True)
 if sys.version_info >= (3, 13):
     pytest.skip("CPython 3.13 itself crashes some time after an allocation has failed", allow_module_level=True)
 _testcapi = pytest.importorskip("_testcapi", reason="the interpreter cannot be told to fail an allocation")
 
 
 def fails(name: str, folder: Path, number: int) -> bool:
-    """Let one allocation of the call fail, and check what is left; whether it was reached."""
+    """Let one allocation of the call fail, and check what is left; whether the call has raised."""
     scene = scene_of("window", folder, name)
     call = CALLS[name]
     error: BaseException | None = None
@@ -42,6 +40,11 @@ def fails(name: str, folder: Path, number: int) -> bool:
 def test_a_failed_allocation_leaves_a_whole_manager_or_says_so(name: str, tmp_path: Path) -> None:
     """A sample of the allocations of each public call, ever further apart."""
     number = 1
-    while fails(name, tmp_path, number):
+    failed = passed = 0
+    while passed < (3 if COMPILED else 1):  # in a row: compiled code may have taken a spare integer or tuple
+        if fails(name, tmp_path, number):
+            failed, passed = failed + 1, 0
+        else:
+            passed += 1
         number += 1 + number // 3
-    assert number > 1
+    assert failed > 0 or COMPILED
