@@ -49,6 +49,7 @@ _FLAGS: Final = (
     "allow_seq_rebasing",
     "commit_min_snapshot",
     "snapshot_at_block_ends",
+    "snapshot_at_branches",
     "enable_stats",
     "commit_stats_on_close",
     "text_only",
@@ -370,6 +371,7 @@ class KVCacheManagerConfig:
     commit_stats_on_close: bool = False  # close() commits the request's counts; if False, counts not committed before are lost
     hit_curve_rate: float = 0.0  # share of the blocks that `hit_curve` samples, such as 0.1; 0: there is no curve
     snapshot_at_block_ends: bool = False  # with commit_min_snapshot: a commit that ends inside a block makes no snapshot
+    snapshot_at_branches: bool = False  # with commit_min_snapshot: `prefill_end` stops where a prompt leaves the cached ones, too
     eviction_policy: str | Callable[[], EvictionPolicy] = "lru"  # a name, or what makes a policy, such as its class
 
     def __post_init__(self) -> None:
@@ -403,11 +405,12 @@ class KVCacheManagerConfig:
         check_whole_field(self, "miss_history", 0)
         for field in _FLAGS:
             flag(given(self, field), field)
-        if self.snapshot_at_block_ends and not self.commit_min_snapshot:
-            raise ConfigError(
-                "snapshot_at_block_ends is True, but commit_min_snapshot is False, and commits make no snapshots; "
-                "set commit_min_snapshot=True, or leave snapshot_at_block_ends out"
-            )
+        for field in ("snapshot_at_block_ends", "snapshot_at_branches"):
+            if given(self, field) and not self.commit_min_snapshot:
+                raise ConfigError(
+                    f"{field} is True, but commit_min_snapshot is False, and commits make no snapshots; "
+                    f"set commit_min_snapshot=True, or leave {field} out"
+                )
         check_list_field(self, "constraints", BatchDesc)
         check_kind_field(self, "typical_step", BatchDesc)
         check_kind_field(self, "swa_scratch_reuse", SwaScratchReuseConfig)

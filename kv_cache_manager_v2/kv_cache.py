@@ -315,14 +315,19 @@ class KVCache(PageIndexViews):
     def prefill_end(self, prompt_length: SupportsIndex) -> int:
         """The position, in tokens, up to which the next prefill chunk may go, so that the same prompt can reuse it later.
 
-        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed, until
-        that much is committed. Then, and without snapshots, it is the end of the prompt. Commit each chunk. O(1).
+        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed,
+        until that much is committed. Then, and without snapshots, it is the end of the prompt. `snapshot_at_branches` adds,
+        before it, the block boundary up to which the prompt was cached at creation: other prompts may branch off there too. Ask
+        before each chunk, and commit each. O(1).
         """
         length = at_least(prompt_length, "prompt_length", 0)
         shared = self._shared
         usable = max(0, length - 1 - shared.backoff)
         boundary = usable - usable % shared.tokens_per_block
-        return boundary if shared.commit_min_snapshot and boundary > self._state.committed else length
+        if not shared.commit_min_snapshot or boundary <= self._state.committed:
+            return length
+        branch = min(boundary, self._state.divergence // shared.tokens_per_block * shared.tokens_per_block)
+        return branch if shared.snapshot_at_branches and branch > self._state.committed else boundary
 
     def stop_committing(self) -> None:
         """Make the committed part of the last block reusable. No token can be committed afterwards. Idempotent.

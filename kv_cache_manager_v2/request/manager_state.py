@@ -65,6 +65,7 @@ class ManagerState:
         self.max_util_for_resume: float = config.max_util_for_resume
         self.commit_min_snapshot: bool = config.commit_min_snapshot
         self.snapshot_at_block_ends: bool = config.snapshot_at_block_ends
+        self.snapshot_at_branches: bool = config.snapshot_at_branches
         self.backoff: int = config.reuse_match_backoff
         self.adopts: bool = config.allow_seq_rebasing
         self.tokens_per_block: int = layout.tokens_per_block

@@ -201,6 +201,7 @@ class KVCacheManagerConfig:
     commit_stats_on_close: bool = False
     hit_curve_rate: float = 0.0
     snapshot_at_block_ends: bool = False
+    snapshot_at_branches: bool = False
     eviction_policy: str | Callable[[], EvictionPolicy] = "lru"
 
     @property

@@ -191,8 +191,10 @@ class KVCache(PageIndexViews):
     def prefill_end(self, prompt_length: SupportsIndex) -> int:
         """The position, in tokens, up to which the next prefill chunk may go, so that the same prompt can reuse it later.
 
-        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed, until
-        that much is committed. Then, and without snapshots, it is the end of the prompt. Commit each chunk. O(1).
+        With `commit_min_snapshot` this is the last block boundary after which the last prompt token is still to be computed,
+        until that much is committed. Then, and without snapshots, it is the end of the prompt. `snapshot_at_branches` adds,
+        before it, the block boundary up to which the prompt was cached at creation: other prompts may branch off there too. Ask
+        before each chunk, and commit each. O(1).
         """
 
     def stop_committing(self) -> None:

@@ -140,6 +140,7 @@ VALID: Final[Mapping[str, Maker]] = {
     "strict_quota": always(False),
     "miss_history": always(4),
     "hit_curve_rate": always(0.5),
+    "snapshot_at_branches": always(True),
     # devices
     "schedule": always("random"),
     "seed": always(3),

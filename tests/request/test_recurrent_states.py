@@ -245,6 +245,24 @@ def test_a_prompt_whose_last_token_must_be_computed_hits(length: int, backoff: i
         second.check()
 
 
+@pytest.mark.parametrize("at_branches", [False, True])
+def test_a_third_prompt_reuses_where_the_second_left_the_first(at_branches: bool) -> None:
+    """If the second stopped its prefill there, at the last block boundary that both have."""
+    config = hybrid(8, 32, tokens_per_block=4)
+    with Rig(dataclasses.replace(config, snapshot_at_branches=at_branches, snapshot_at_block_ends=True)) as rig:
+        ends: list[list[int]] = []
+        for branch in range(3):
+            prompt = [*toks(0, 10), *toks(100 * branch + 100, 100 * branch + 111)]
+            request = rig.start(prompt)
+            ends.append([len(request.tokens)])
+            while len(request.tokens) < len(prompt):
+                end = request.cache.prefill_end(len(prompt))
+                assert request.advance(prompt[len(request.tokens) : end])
+                ends[-1].append(end)
+            request.close()
+        assert ends == [[0, 20, 21], [0, 8, 20, 21] if at_branches else [0, 20, 21], [8, 20, 21] if at_branches else [0, 20, 21]]
+
+
 def test_without_snapshots_a_prefill_need_not_stop() -> None:
     """Any prefix can be reused then."""
     with Rig(model([attention(0, 8 * KIB)], gpu=8 * MIB), engine=False) as rig:
