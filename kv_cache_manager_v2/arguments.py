@@ -288,6 +288,8 @@ def require_readable(values: object, name: str) -> None:
         short = False
     except TypeError:  # an array without dimensions, which the caller refuses
         short = True
+    except ValueError as error:  # of a memoryview that was released
+        raise ConfigError(f"{name} cannot be read: {error}") from error
     if not short:
         raise ConfigError(f"{name} has 2**31 items or more; no request has so many positions")
 

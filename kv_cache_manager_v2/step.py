@@ -57,6 +57,9 @@ class Step:
         self._suspended: dict[int, None] = {}  # positions of those that the policy suspended or closed, in order
         self._positions: list[int] | None = None  # of the others, if these are not all
 
+    def __reduce__(self) -> str:
+        raise LogicError("a step cannot be copied or pickled: it belongs to the caches that it was made for")
+
     def __enter__(self) -> Step:
         if self._phase != _NEW:
             raise LogicError("a step can be begun once; make another one with manager.step()")

@@ -7,7 +7,7 @@ after it are the fork's own. Recurrent state is copied at once, since the first 
 from __future__ import annotations
 
 from kv_cache_manager_v2.errors import OutOfPagesError
-from kv_cache_manager_v2.ids import NULL_POINT, Point
+from kv_cache_manager_v2.ids import GPU_LEVEL, NULL_POINT, Point
 from kv_cache_manager_v2.request import publication, scratch
 from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.request import ACTIVE, Request
@@ -18,12 +18,14 @@ from kv_cache_manager_v2.storage.page import Page
 def fork(request: Request, request_id: object) -> Request:
     """Make a SUSPENDED request with the same committed tokens and history. Its capacity is the history.
 
-    Raises LogicError in the middle of a scratch step of which the fork would read blocks, OutOfPagesError if recurrent state has to
-    be copied and there is no slot for it; nothing is changed then.
+    Raises LogicError in the middle of a scratch step of which the fork would read blocks, and inside a block whose page cannot be
+    copied, OutOfPagesError if recurrent state has to be copied and there is no slot for it; nothing is changed then.
     """
     publication.check_settled(request, "fork()")
     scratch.check_fork(request)
     shared = request.shared
+    if request.history % request.tokens_per_block != 0:
+        shared.hierarchy.level_cells(GPU_LEVEL)[request.tables[0].pool_group].copier.check()  # the last block will be copied
     point = shared.timeline.record(request.stream) if request.status == ACTIVE else NULL_POINT
     snapshot = _copy_state(request)
     if request.status == ACTIVE:

@@ -16,6 +16,9 @@ class SlotCopier:
         """Where slots begin in memory; None if they have no addresses, so that only this copier can copy them."""
         return None
 
+    def check(self) -> None:
+        """Raise LogicError if no slot of the cell can ever be copied within it."""
+
     def copy_slots(self, stream: Stream, sources: list[SlotId], destinations: list[SlotId]) -> None:
         """Copy whole slots, in every pool, from sources[i] to destinations[i]."""
         raise LogicError("slots in files are moved by file transfers")
@@ -69,6 +72,9 @@ class TransferCopier(SlotCopier):
     def __init__(self, transfer: Transfer | None, pool_group: int) -> None:
         self._given = transfer
         self._pool_group = pool_group
+
+    def check(self) -> None:
+        self._transfer()
 
     def _transfer(self) -> Transfer:
         if self._given is None:

@@ -33,6 +33,7 @@ class Step:
     ) -> None:
         """Internal. `KVCacheManager.step` makes steps."""
 
+    def __reduce__(self) -> str: ...
     def __enter__(self) -> Step: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Commit, or advance histories. After an exception in the block neither: lengths stay as the step began.

@@ -76,6 +76,7 @@ def refused(scene: Scene) -> dict[str, object]:
     return {
         "manager": scene.manager,
         "cache": scene.active,
+        "step": scene.manager.step([scene.active], 1),
         "driver": scene.driver,
         "event manager": scene.events,
         "tuner": scene.manager.tuner,
@@ -112,7 +113,7 @@ NAMES_OF_VALUES = [
     "adjust result",
     "build",
 ]
-NAMES_OF_REFUSED = ["manager", "cache", "driver", "event manager", "tuner", "block"]
+NAMES_OF_REFUSED = ["manager", "cache", "step", "driver", "event manager", "tuner", "block"]
 
 
 def seen(value: object) -> object:

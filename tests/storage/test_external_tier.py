@@ -120,6 +120,9 @@ def test_there_are_exactly_as_many_pages_as_asked_and_no_memory() -> None:
             cache.commit(toks(50, 56))
             with pytest.raises(LogicError, match="has no transfer"):
                 cache.beam_width = 2
+            with pytest.raises(LogicError, match="has no transfer"):
+                cache.fork()
+            assert manager.num_open_caches == 1
             assert (cache.beam_width, cache.num_committed_tokens) == (1, 6)
             manager.check_invariants()
         assert manager.probe_reuse(None, toks(0, 10)) == 8
