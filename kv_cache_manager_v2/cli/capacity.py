@@ -14,6 +14,7 @@ from typing import Final
 
 from kv_cache_manager_v2 import (
     CacheTier,
+    CacheTierConfig,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
@@ -48,7 +49,8 @@ class Capacity:
     page_bytes: int
     tier_names: list[str]  # by cache level
     num_blocks: list[int]  # by cache level: blocks with a page of every kind of layer
-    num_pages: list[int]  # by cache level
+    num_pages: list[int]  # by cache level; without states that have slots of their own
+    num_states: int | None  # slots of recurrent states alone; None if they share the slots of all pages
 
 
 def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> int:
@@ -57,22 +59,39 @@ def blocks_of_gib(gib: float, bytes_per_token: int, tokens_per_block: int) -> in
 
 
 def plan_capacity(
-    tiers: Sequence[TierBlocks], tokens_per_block: int, least_page_bytes: int, disk_path: str, layers: Layers = FULL
+    tiers: Sequence[TierBlocks],
+    tokens_per_block: int,
+    least_page_bytes: int,
+    disk_path: str,
+    layers: Layers = FULL,
+    num_states: int | None = None,
 ) -> Capacity:
     """Make a configuration whose tiers hold the wanted numbers of blocks, in pages of at least `least_page_bytes`.
 
-    A block has a page of every kind of layer: with two kinds there are twice as many pages as blocks. If no reasonable page size
-    makes all tiers exact, they are larger by as little as possible, and `num_blocks` has the real numbers.
+    A block has a page of every kind of layer: with two kinds there are twice as many pages as blocks. With `num_states`, the GPU
+    is the only tier, and recurrent states have so many slots of their own there. If no reasonable page size makes all tiers exact,
+    they are larger by as little as possible, and the result has the real numbers.
     """
-    kinds = len(layers.kinds)
+    kinds = len([kind for kind in layers.kinds if num_states is None or not kind.recurrent])
     tiers = [TierBlocks(tier.tier, tier.num_blocks * kinds) for tier in tiers]  # num_blocks now counts pages
     page_bytes = choose_page_bytes(tiers, max(MIN_PAGE_BYTES, least_page_bytes))
+    state_bytes = page_bytes
+    tier_configs: list[CacheTierConfig] = [_tier_config(tier, page_bytes, disk_path) for tier in tiers]
+    ratio: list[float] | None = None
+    if num_states is not None:
+        state_bytes = choose_page_bytes([TierBlocks(CacheTier.GPU_MEM, num_states)], page_bytes + 1)
+        quotas = [_provided_bytes(tiers[0].num_blocks * page_bytes), _provided_bytes(num_states * state_bytes)]
+        tier_configs = [GpuCacheTierConfig(sum(quotas))]
+        ratio = [quota / sum(quotas) for quota in quotas]
     config = KVCacheManagerConfig(
         tokens_per_block,
-        [_tier_config(tier, page_bytes, disk_path) for tier in tiers],
-        layers.configs(page_bytes),
+        tier_configs,
+        layers.configs(page_bytes, state_bytes),
         max_util_for_resume=1.0,  # a replay uses all blocks
-        commit_min_snapshot=layers.snapshot_every is not None,
+        initial_pool_ratio=ratio,
+        commit_min_snapshot=layers.recurrent,
+        snapshot_at_block_ends=layers.snapshots_by_prompt,
+        snapshot_at_branches=layers.snapshots_by_prompt,
         commit_stats_on_close=True,
     )
     sizings, _raised = plan_levels(build_layout(config), config)  # no warning about raised quotas: the page size is not the user's
@@ -80,7 +99,8 @@ def plan_capacity(
         tier_config.quota = sizing.quota  # raised to the minimum here, so that the manager does not warn
     num_pages = [sizing.slots[0] for sizing in sizings]  # one pool group: all pages have one size
     num_blocks = [count // kinds for count in num_pages]
-    return Capacity(layers, config, page_bytes, [TIER_NAMES[tier.tier] for tier in tiers], num_blocks, num_pages)
+    states = None if num_states is None else sizings[0].slots[1]
+    return Capacity(layers, config, page_bytes, [TIER_NAMES[tier.tier] for tier in tiers], num_blocks, num_pages, states)
 
 
 def choose_page_bytes(tiers: Sequence[TierBlocks], least: int) -> int:
@@ -113,9 +133,13 @@ def choose_page_bytes(tiers: Sequence[TierBlocks], least: int) -> int:
 
 def _provided(tier: TierBlocks, page_bytes: int) -> int:
     """How many pages a tier holds once its quota is rounded up."""
-    nbytes = tier.num_blocks * page_bytes
-    granularity = tier_granularity(tier.tier, nbytes)
-    return (-(-nbytes // granularity) * granularity) // page_bytes
+    return _provided_bytes(tier.num_blocks * page_bytes, tier.tier) // page_bytes
+
+
+def _provided_bytes(nbytes: int, tier: CacheTier = CacheTier.GPU_MEM) -> int:
+    """A quota of so many bytes, rounded up."""
+    granularity = tier_granularity(tier, nbytes)
+    return -(-nbytes // granularity) * granularity
 
 
 def _tier_config(

@@ -7,7 +7,8 @@ the request's length.
 To reuse n tokens, full attention needs the pages of all n tokens, and a windowed layer those that the next query sees, sinks
 included. A recurrent layer needs a snapshot at exactly n. The replay takes snapshots like an engine with chunked prefill: it
 commits a prompt up to each multiple of `snapshot_every` tokens and up to its end, and generated tokens likewise. A block of the
-cache keeps only its last snapshot, so of several snapshots in one block, earlier ones are replaced.
+cache keeps only its last snapshot, so earlier ones in a block are replaced. Or it takes snapshots by prompt:
+at the last block boundary of a prompt, where it leaves the prompts before it, and where generated tokens fill a block.
 """
 
 from __future__ import annotations
@@ -52,11 +53,24 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Layers:
-    """A preset: its kinds of layers, and how often a snapshot of recurrent state is taken."""
+    """A preset: its kinds of layers, and where snapshots of recurrent state are taken."""
 
     preset: str
     kinds: tuple[LayerKind, ...]
-    snapshot_every: int | None = None  # tokens from one snapshot to the next; None without recurrent layers
+    snapshot_every: int | None = None  # tokens from one snapshot to the next; None without recurrent layers, or by prompt
+
+    @property
+    def recurrent(self) -> bool:
+        return any(kind.recurrent for kind in self.kinds)
+
+    @property
+    def snapshots_by_prompt(self) -> bool:
+        """Whether snapshots are taken where `KVCache.prefill_end` says."""
+        return self.recurrent and self.snapshot_every is None
+
+    def with_snapshots_by_prompt(self) -> Layers:
+        """The same layers, with snapshots where `KVCache.prefill_end` says."""
+        return Layers(self.preset, self.kinds)
 
     @property
     def names(self) -> list[str]:
@@ -72,8 +86,8 @@ class Layers:
         """Sink tokens of the windowed kind; None without one."""
         return next((kind.sinks for kind in self.kinds if kind.window is not None), None)
 
-    def configs(self, page_bytes: int) -> Sequence[AttentionLayerConfig | SsmLayerConfig]:
-        return [kind.config(page_bytes) for kind in self.kinds]
+    def configs(self, page_bytes: int, state_bytes: int) -> Sequence[AttentionLayerConfig | SsmLayerConfig]:
+        return [kind.config(state_bytes if kind.recurrent else page_bytes) for kind in self.kinds]
 
 
 FULL: Final = Layers("full", (LayerKind("full", LayerId(0)),))

@@ -72,6 +72,19 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         help=f"draw hits, occupied slots, moved bytes and evictions over time to a file: {', '.join(FORMATS)}",
     )
     parser.add_argument(
+        "--snapshots",
+        choices=["every", "prompt"],
+        default="every",
+        help="with full+ssm: take snapshots of the recurrent state at each --snapshot-every tokens, or by prompt: at its last "
+        "block boundary and where it leaves the prompts before it, as cache.prefill_end() says (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--state-slots",
+        type=shared.positive,
+        metavar="N",
+        help="with full+ssm: slots for recurrent states alone, beside those of --gpu-blocks; the GPU is the only tier then",
+    )
+    parser.add_argument(
         "--model-shape",
         type=model_shape,
         metavar="P,W,L",
@@ -96,10 +109,17 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
     started = time.perf_counter()
     trace = shared.read_trace_of(options)
     layers = shared.layers_of(options, trace.block_size)
+    if options.snapshots == "prompt":
+        layers = layers.with_snapshots_by_prompt()
     shared.note_lost_snapshots(layers, options.tokens_per_block)
     concurrency = min(options.concurrency, len(trace.records))
     capacity = plan_capacity(
-        _tiers(options, trace, concurrency), options.tokens_per_block, _stamp_bytes(options, trace), options.disk_path, layers
+        _tiers(options, trace, concurrency),
+        options.tokens_per_block,
+        _stamp_bytes(options, trace),
+        options.disk_path,
+        layers,
+        options.state_slots,
     )
     source = token_source(trace.block_size, options.seed)
     recorder = None if picture is None else Recorder(len(trace.records), capacity.tier_names, options.tokens_per_block)
@@ -143,10 +163,28 @@ def _check_options(options: argparse.Namespace) -> None:
     if wants_disk and not os.path.isdir(options.disk_path):
         parser.error(f"--disk-path {options.disk_path}: no such directory")
     shared.check_plot(options)
+    _check_states(options)
     if options.model_shape is not None and len(options.model_shape.layers) != len(shared.layers_of(options, 1).kinds):
         kinds = "+".join(shared.layers_of(options, 1).names)
         parser.error(f"--model-shape has layers of {len(options.model_shape.layers)} kinds; --layers {options.layers} has {kinds}")
     shared.layers_of(options, 1)  # only which options go together: the trace has not been read
+
+
+def _check_states(options: argparse.Namespace) -> None:
+    """Check the options of recurrent states."""
+    parser: argparse.ArgumentParser = options.parser
+    by_prompt = options.snapshots == "prompt"
+    for option, given in (("--snapshots prompt", by_prompt), ("--state-slots", options.state_slots is not None)):
+        if given and options.layers != "full+ssm":
+            parser.error(f"{option} has no effect with --layers {options.layers}; choose --layers full+ssm")
+    if by_prompt and options.snapshot_every is not None:
+        parser.error("--snapshot-every has no effect with --snapshots prompt")
+    if options.state_slots is not None:
+        colder = [
+            f"--{name}-{unit}" for name in ("host", "disk") for unit in ("blocks", "gib") if getattr(options, f"{name}_{unit}")
+        ]
+        for option in [*colder, "--plot"] if options.plot is not None else colder:
+            parser.error(f"{option} cannot be combined with --state-slots, which has the GPU as the only tier")
 
 
 def _tiers(options: argparse.Namespace, trace: Trace, concurrency: int) -> list[TierBlocks]:

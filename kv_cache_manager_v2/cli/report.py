@@ -52,6 +52,7 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         **layers_of(settings.layers),
         "blocks": dict(zip(names, capacity.num_blocks, strict=True)),
         "pages": dict(zip(names, capacity.num_pages, strict=True)),
+        "states": capacity.num_states,
         "concurrency": settings.concurrency,
         "decode": settings.decode,
         "verify": settings.verify,
@@ -89,7 +90,13 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
 
 def layers_of(layers: Layers) -> dict[str, Any]:
     """The preset and its options, as keys of a report."""
-    return {"layers": layers.preset, "window": layers.window, "sinks": layers.sinks, "snapshot_every": layers.snapshot_every}
+    return {
+        "layers": layers.preset,
+        "window": layers.window,
+        "sinks": layers.sinks,
+        "snapshot_every": layers.snapshot_every,
+        "snapshots_by_prompt": layers.snapshots_by_prompt,
+    }
 
 
 def trace_of(trace: Trace, name: str) -> dict[str, Any]:
@@ -121,6 +128,7 @@ def to_table(report: dict[str, Any]) -> str:
         ("tokens per block", number(report["tokens_per_block"])),
         ("layers", layers_text(report)),
         ("blocks", ", ".join(f"{name} {number(count)}" for name, count in report["blocks"].items())),
+        *([] if report["states"] is None else [("slots of recurrent states", number(report["states"]))]),
         ("requests open at once", number(report["concurrency"])),
         ("", ""),
         ("requests", number(report["requests"])),
@@ -175,6 +183,8 @@ def layers_text(report: dict[str, Any]) -> str:
         text += f", window of {number(report['window'])} tokens"
         if report["sinks"]:
             text += f" and {number(report['sinks'])} sinks"
+    if report["snapshots_by_prompt"]:
+        text += ", snapshots by prompt"
     if report["snapshot_every"] is not None:
         text += f", snapshot every {number(report['snapshot_every'])} tokens"
     return text

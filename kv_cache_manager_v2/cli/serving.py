@@ -6,7 +6,8 @@ ended. So the oldest request always advances.
 
 A request's prompt is looked up, "computed" (its pages are allocated, but nothing is calculated) and committed. With `decode`, its
 output follows token by token, in turn with all running requests. Without, a request stays open until `concurrency` requests are
-open. If recurrent layers need snapshots, tokens are committed up to each multiple of `Layers.snapshot_every` and at the end.
+open. If recurrent layers need snapshots, tokens are committed up to each multiple of `Layers.snapshot_every` and at the end, or up
+to where `KVCache.prefill_end` says.
 Arrival times are ignored: requests are served in the order of the trace.
 """
 
@@ -82,7 +83,8 @@ class Engine:
         self._source = source
         self._concurrency = concurrency  # most requests open at once
         self._decode = decode
-        self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: no layer needs snapshots
+        self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: no layer needs snapshots, or they are taken by prompt
+        self._snapshots_by_prompt = capacity.layers.snapshots_by_prompt
         self._stamps = PageStamps(self._manager, self._driver, self._stream, capacity.layers) if verify else None
         self._restarting: list[OpenRequest] = []  # to be admitted again, the oldest last
         self._open: list[OpenRequest] = []  # in order of admission
@@ -212,9 +214,10 @@ class Engine:
         prompt, cache = self._open[position].prompt, self._caches[position]
         beg = cache.num_committed_tokens
         while beg < len(prompt):
-            end = min(self._next_snapshot(beg), len(prompt))
+            end = cache.prefill_end(len(prompt)) if self._snapshots_by_prompt else min(self._next_snapshot(beg), len(prompt))
             self._compute(position, beg, end)
-            cache.commit(prompt[beg:end], is_end=not self._decode and end == len(prompt))
+            is_end = not self._decode and not self._snapshots_by_prompt and end == len(prompt)
+            cache.commit(prompt[beg:end], is_end=is_end)
             beg = end
 
     def _next_snapshot(self, position: int) -> int:
