@@ -52,11 +52,9 @@ class LiveCurve:
     def look_up(self, scope: ReuseScope, tokens: TokenSequence, matched: Sequence[Block]) -> SampledPath:
         """Count a look-up, and the use of the prompt's blocks. `matched` are the blocks that the cache has. O(bytes)."""
         size = self._size
+        ends: list[int] | None = None
         if tokens.digests:
             ends = [tokens.byte_offset(position) for position in range(size, tokens.num_tokens, size)]
-        else:
-            ends = list(range(TOKEN_BYTES * size, len(tokens.data), TOKEN_BYTES * size))
-        if tokens.num_tokens > 0:
             ends.append(len(tokens.data))
         path = self._sample(scope, tokens.data, ends, self._stem_of(matched))
         path.num_whole = tokens.num_tokens // size
@@ -69,12 +67,12 @@ class LiveCurve:
 
         `prompt` is what `look_up` has returned, if there was a look-up. O(blocks), and O(bytes) if a block after it is sampled.
         """
+        if prompt is not None and not self._samples_any(prompt.num_whole, blocks, tail):
+            self._curve.touch(prompt)
+            return
         parts = [block.tokens for block in blocks]
         if tail:
             parts.append(tail)
-        if prompt is not None and not self._samples_any(parts, prompt.num_whole):
-            self._curve.touch(prompt)
-            return
         ends: list[int] = []
         end = 0
         for part in parts:
@@ -82,37 +80,44 @@ class LiveCurve:
             ends.append(end)
         self._curve.touch(self._sample(scope, b"".join(parts), ends, self._stem_of(blocks)))
 
-    def _samples_any(self, parts: list[bytes], first: int) -> bool:
-        """Whether a block from ordinal `first` on is sampled."""
+    def _samples_any(self, first: int, blocks: Sequence[Block], tail: bytes) -> bool:
+        """Whether a block from ordinal `first` on, or the tail after them, is sampled."""
         threshold: i64 = self._curve.threshold
-        for ordinal in range(first, len(parts)):  # noqa: SIM110 (as a loop: any() would make a generator)
-            if _hash(parts[ordinal], 0, len(parts[ordinal]), ordinal) < threshold:
+        for ordinal in range(first, len(blocks)):
+            tokens = blocks[ordinal].tokens
+            if _hash(tokens, 0, len(tokens), ordinal) < threshold:
                 return True
-        return False
+        return len(tail) > 0 and _hash(tail, 0, len(tail), len(blocks)) < threshold
 
-    def _sample(self, scope: ReuseScope, data: bytes, ends: list[int], stem: int) -> SampledPath:
-        """The sampled blocks of a path whose blocks end at these bytes of its packed tokens."""
+    def _sample(self, scope: ReuseScope, data: bytes, ends: list[int] | None, stem: int) -> SampledPath:
+        """The sampled blocks of a path whose blocks end at these bytes of its packed tokens; None for blocks of text."""
         path = SampledPath()
         path.stem = stem
         threshold: i64 = self._curve.threshold
         view = memoryview(data)
         seed = xxh3_64_intdigest(memoryview(scope.data))
         hashed = 0  # bytes, in whole chunks
+        total: i64 = len(data)
+        step: i64 = TOKEN_BYTES * self._size
+        last: i64 = stem - 1
         beg: i64 = 0
-        for ordinal, byte in enumerate(ends):
-            end: i64 = byte
+        ordinal: i64 = 0
+        while beg < total:
+            end = min(beg + step, total) if ends is None else i64(ends[ordinal])
             mark = _hash(data, beg, end, ordinal)
-            beg = end
-            if mark < threshold or ordinal + 1 == stem:
+            if mark < threshold or ordinal == last:
+                byte = int(end)
                 while hashed + CHUNK <= byte:
                     seed = xxh3_64_intdigest(view[hashed : hashed + CHUNK], seed)
                     hashed += CHUNK
                 identity = xxh3_64_intdigest(view[hashed:byte], seed) & IDENTITY_MASK
                 if mark < threshold:
                     path.keys.append((int(mark) << KEY_BITS) | identity)
-                    path.ordinals.append(ordinal)
-                if ordinal + 1 == stem:
+                    path.ordinals.append(int(ordinal))
+                if ordinal == last:
                     path.stem_key = identity | 1
+            beg = end
+            ordinal += 1
         return path
 
     def _stem_of(self, blocks: Sequence[Block]) -> int:
