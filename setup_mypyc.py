@@ -40,6 +40,7 @@ INTERPRETED: Final = (
     "config.py",
     "errors.py",
     "external_pages.py",
+    "layer_config.py",
     "extras/",
 )
 

@@ -16,10 +16,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, SupportsIndex
+from typing import Final
 
 from kv_cache_manager_v2.arguments import (
-    at_least,
     check_kind_field,
     check_list_field,
     check_real_field,
@@ -33,9 +32,14 @@ from kv_cache_manager_v2.arguments import (
     text,
 )
 from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.eviction.admission import DiskAdmission, check_admission, make_admission
 from kv_cache_manager_v2.eviction.choose import check_policy
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
-from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layer_config import AttentionLayerConfig as AttentionLayerConfig
+from kv_cache_manager_v2.layer_config import BufferConfig as BufferConfig
+from kv_cache_manager_v2.layer_config import LayerConfig as LayerConfig
+from kv_cache_manager_v2.layer_config import SsmLayerConfig as SsmLayerConfig
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -87,6 +91,15 @@ class CacheTierConfig(ABC):
         """The kind of memory, as statistics count it."""
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether a page that is loaded from here leaves a copy of its bytes, to which it can return. Not on level 0."""
+        return False
+
+    def make_admission(self) -> DiskAdmission | None:
+        """What decides which cached pages come here from the level above, for one manager; None: all of them."""
+        return None
+
+    @property
     def exact_size(self) -> bool:
         """Whether the size must not be raised to its minimum."""
         return False
@@ -114,7 +127,22 @@ class GpuCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class HostCacheTierConfig(CacheTierConfig):
-    """Pinned host memory."""
+    """Pinned host memory.
+
+    A cached page that is loaded from here leaves a clean copy of its bytes, unless the tier is `exclusive`. When the page is
+    evicted from the warmer tier again, it returns to that slot and no byte is copied. Copies take part in the order of eviction,
+    and their slots count as free.
+    """
+
+    exclusive: bool = False  # each page is on one tier only: a loaded page frees its slot here
+
+    def validate(self) -> None:
+        super().validate()
+        self.exclusive = flag(given(self, "exclusive"), "exclusive of HostCacheTierConfig")
+
+    @property
+    def keeps_copies(self) -> bool:
+        return not self.exclusive
 
     @property
     def tier(self) -> CacheTier:
@@ -127,10 +155,14 @@ class DiskCacheTierConfig(CacheTierConfig):
 
     A checksum of each page is computed when the page is written, kept in memory, and compared when it is read. If it differs, the
     page is lost: its cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` turns this off.
+    Loaded pages leave clean copies, as those of HostCacheTierConfig do. `admission` decides which cached pages are written here if
+    their slots in memory are needed; the others are dropped. See `DiskAdmission` and docs/tiers.md.
     """
 
     path: str  # an existing directory
     checksum: str | None = "xxh3"  # "xxh3", or None ("none") for no checksums
+    exclusive: bool = False  # each page is on one tier only: a loaded page frees its slot here
+    admission: str | Callable[[], DiskAdmission] = "all"  # also "second_use" and "adaptive"; or what makes one, such as its class
 
     def validate(self) -> None:
         super().validate()
@@ -145,152 +177,19 @@ class DiskCacheTierConfig(CacheTierConfig):
             self.checksum = None
         elif checksum is not None and checksum != "xxh3":
             raise ConfigError(f'checksum of DiskCacheTierConfig is {shown(checksum)}; it must be "xxh3", or None for no checksums')
+        self.exclusive = flag(given(self, "exclusive"), "exclusive of DiskCacheTierConfig")
+        check_admission(given(self, "admission"))
+
+    def make_admission(self) -> DiskAdmission | None:
+        return make_admission(self.admission)
+
+    @property
+    def keeps_copies(self) -> bool:
+        return not self.exclusive
 
     @property
     def tier(self) -> CacheTier:
         return CacheTier.DISK
-
-
-@dataclass
-class BufferConfig:
-    """One buffer of a layer, and its size for one block."""
-
-    role: DataRole
-    size: int  # bytes for one block, of the buffer's own length if that is overridden
-    tokens_per_block_override: int | None = None  # tokens in one of its own blocks, if a kernel needs shorter ones: a divisor
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        role = given(self, "role")
-        if not isinstance(role, str):
-            raise ConfigError(f'role of a buffer is {role!r}; it must be a string, such as "key"')
-        owner = f" of buffer {role!r}"
-        check_whole_field(self, "size", 1, owner)
-        if given(self, "tokens_per_block_override") is not None:
-            check_whole_field(self, "tokens_per_block_override", 1, owner)
-
-    def expansion(self, tokens_per_block: SupportsIndex) -> int:
-        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
-        length = at_least(tokens_per_block, "tokens_per_block", 1)
-        override = self.tokens_per_block_override
-        if override is None:
-            return 1
-        if override < 1 or length % override != 0:
-            raise ConfigError(
-                f"tokens_per_block_override of buffer {self.role!r} is {override}; it must divide tokens_per_block, {length}"
-            )
-        return length // override
-
-
-@dataclass
-class LayerConfig(ABC):
-    """One layer of the model and its buffers."""
-
-    layer_id: LayerId
-    buffers: Sequence[BufferConfig]
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        check_whole_field(self, "layer_id", 0)
-        check_list_field(self, "buffers", BufferConfig, f" of layer {self.layer_id}")
-        if len(self.buffers) == 0:
-            raise ConfigError(f"layer {self.layer_id} has no buffers; give it at least one")
-        roles: set[str] = set()
-        for buffer in self.buffers:
-            buffer.validate()
-            if buffer.role in roles:
-                raise ConfigError(f"layer {self.layer_id} has two buffers of role {buffer.role!r}; roles must be unique in a layer")
-            roles.add(buffer.role)
-
-    @property
-    @abstractmethod
-    def window_size(self) -> int | None:
-        """Tokens that a query sees, itself included; None: all."""
-
-    @property
-    def sink_size(self) -> int:
-        """First tokens, which every query sees although they have left the window."""
-        return 0
-
-    @abstractmethod
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
-        """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
-
-    def parts(self) -> Sequence[LayerConfig]:
-        """The layer as one layer for each layer group that it belongs to. The first part has `buffers`."""
-        return (self,)
-
-
-@dataclass
-class AttentionLayerConfig(LayerConfig):
-    """A layer of full attention, or of sliding-window attention with optional sinks.
-
-    A layer that is recurrent too has `states`. It belongs to two layer groups: that of its attention, and the recurrent one.
-    """
-
-    sliding_window_size: int | None = None  # tokens that a query sees, itself included, sinks excluded; None: all
-    num_sink_tokens: int | None = None  # first tokens, which every query sees; only with a window
-    states: Sequence[BufferConfig] = ()  # recurrent state, one per request; roles differ from those of `buffers`
-
-    def validate(self) -> None:
-        super().validate()
-        owner = f" of layer {self.layer_id}"
-        if given(self, "sliding_window_size") is not None:
-            check_whole_field(self, "sliding_window_size", 1, owner)
-        if given(self, "num_sink_tokens") is not None:
-            check_whole_field(self, "num_sink_tokens", 0, owner)
-            if self.num_sink_tokens != 0 and self.sliding_window_size is None:
-                raise ConfigError(
-                    f"num_sink_tokens of layer {self.layer_id} is {self.num_sink_tokens} without a window; "
-                    "set sliding_window_size, or omit the sinks: full attention sees every token anyway"
-                )
-        check_list_field(self, "states", BufferConfig, owner)
-        for part in self.parts()[1:]:
-            for role in {buffer.role for buffer in self.buffers} & {state.role for state in part.buffers}:
-                raise ConfigError(f"layer {self.layer_id} has a buffer and a state of role {role!r}; roles must be unique")
-
-    @property
-    def window_size(self) -> int | None:
-        return self.sliding_window_size
-
-    @property
-    def sink_size(self) -> int:
-        return self.num_sink_tokens or 0
-
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
-        length = at_least(tokens_per_block, "tokens_per_block", 1)
-        return True, self.sliding_window_size or 0, -(-(self.num_sink_tokens or 0) // length)
-
-    def parts(self) -> Sequence[LayerConfig]:
-        if not self.states:
-            return (self,)
-        return dataclasses.replace(self, states=()), SsmLayerConfig(self.layer_id, self.states)
-
-
-@dataclass
-class SsmLayerConfig(LayerConfig):
-    """A recurrent layer: one state per request, whatever the request's length."""
-
-    def validate(self) -> None:
-        super().validate()
-        for buffer in self.buffers:
-            if buffer.tokens_per_block_override is not None:
-                raise ConfigError(
-                    f"tokens_per_block_override of buffer {buffer.role!r} of SSM layer {self.layer_id} is "
-                    f"{buffer.tokens_per_block_override}; a state does not consist of blocks, so it must be omitted"
-                )
-
-    @property
-    def window_size(self) -> int | None:
-        return None
-
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]:
-        at_least(tokens_per_block, "tokens_per_block", 1)
-        return False, 0, 0
 
 
 @dataclass

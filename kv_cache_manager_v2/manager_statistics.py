@@ -113,6 +113,7 @@ class ManagerStatistics(ManagerLayout):
     def free_and_evictable(self, pool_group_id: SupportsIndex = 0, cache_level: SupportsIndex = GPU_LEVEL) -> tuple[int, int]:
         """Slots of a pool group on a level that are free, and those whose pages can be offloaded or dropped. O(1).
 
+        Slots of clean copies count as free.
         Raises ConfigError for a pool group or a level that does not exist.
         """
         group = whole(pool_group_id, "pool_group_id")
@@ -132,7 +133,11 @@ class ManagerStatistics(ManagerLayout):
         with self._shared.lock:
             return [
                 StorageStatistics(
-                    tuple(sizes), hierarchy.total(number, group), hierarchy.free(number, group), hierarchy.evictable(number, group)
+                    tuple(sizes),
+                    hierarchy.total(number, group),
+                    hierarchy.free(number, group),
+                    hierarchy.evictable(number, group),
+                    hierarchy.cells[group][number].num_copies,
                 )
                 for group, sizes in enumerate(self._layout.slot_sizes)
             ]

@@ -189,8 +189,9 @@ class StorageStatistics:
 
     slot_sizes: tuple[int, ...]  # bytes, by pool
     total: int
-    free: int
+    free: int  # those of clean copies among them
     evictable: int
+    copies: int = 0  # slots with clean copies of pages on warmer levels
 
     @property
     def available(self) -> int:
@@ -205,12 +206,15 @@ class StorageStatistics:
 class MovementCounters:
     """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
-    moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
+    moved[life_cycle][source][destination], dropped[life_cycle][level] and returned[life_cycle][level] count pages; a move within
+    level 0 is a device copy.
     """
 
     def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None:
         self.moved: list[list[list[int]]] = [[[0] * num_levels for _s in range(num_levels)] for _lc in range(num_life_cycles)]
         self.dropped: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
+        # Pages that were evicted to their clean copy on a level: nothing was copied.
+        self.returned: list[list[int]] = [[0] * num_levels for _lc in range(num_life_cycles)]
         self.lost: list[int] = [0] * num_life_cycles  # pages lost by a failed transfer
         self.adopted: list[int] = [0] * num_life_cycles  # pages that a commit freed since an identical block has one on the GPU
         self.taken_over: list[int] = [
@@ -220,14 +224,17 @@ class MovementCounters:
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles have the counts so far, and do not change."""
         tables = ([[list(row) for row in table] for table in self.moved], [list(row) for row in self.dropped])
-        return _movement, (*tables, list(self.lost), list(self.adopted), list(self.taken_over))
+        returned = [list(row) for row in self.returned]
+        return _movement, (*tables, list(self.lost), list(self.adopted), list(self.taken_over), returned)
 
     def __repr__(self) -> str:
         levels = range(len(self.dropped[0]) if self.dropped else 0)
         moved = [f"{a}->{b}: {self.pages_moved(a, b)}" for a in levels for b in levels if self.pages_moved(a, b) > 0]
         dropped = [f"{level}: {self.pages_dropped(level)}" for level in levels if self.pages_dropped(level) > 0]
+        returned = [f"{level}: {self.pages_returned(level)}" for level in levels if self.pages_returned(level) > 0]
         rest = f"lost {sum(self.lost)}, adopted {sum(self.adopted)}, taken over {sum(self.taken_over)}"
-        return f"<pages moved between levels {{{', '.join(moved)}}}, dropped {{{', '.join(dropped)}}}, {rest}>"
+        text = f"dropped {{{', '.join(dropped)}}}, {rest}, returned to copies {{{', '.join(returned)}}}"
+        return f"<pages moved between levels {{{', '.join(moved)}}}, {text}>"
 
     def pages_moved(self, source: SupportsIndex, destination: SupportsIndex) -> int:
         """Pages moved from one level to another, in all life cycles."""
@@ -239,6 +246,11 @@ class MovementCounters:
         number = self._level(level, "level")
         return sum([row[number] for row in self.dropped])
 
+    def pages_returned(self, level: SupportsIndex) -> int:
+        """Pages that were evicted to their clean copies on a level without a byte copied, in all life cycles."""
+        number = self._level(level, "level")
+        return sum([row[number] for row in self.returned])
+
     def _level(self, level: object, name: str) -> int:
         number = whole(level, name)
         count = len(self.dropped[0]) if self.dropped else 0
@@ -248,7 +260,12 @@ class MovementCounters:
 
 
 def _movement(
-    moved: list[list[list[int]]], dropped: list[list[int]], lost: list[int], adopted: list[int], taken_over: list[int]
+    moved: list[list[list[int]]],
+    dropped: list[list[int]],
+    lost: list[int],
+    adopted: list[int],
+    taken_over: list[int],
+    returned: list[list[int]],
 ) -> MovementCounters:
     """Rebuild counters for `MovementCounters.__reduce__`."""
     counters = MovementCounters()
@@ -257,6 +274,7 @@ def _movement(
     counters.lost = lost
     counters.adopted = adopted
     counters.taken_over = taken_over
+    counters.returned = returned
     return counters
 
 

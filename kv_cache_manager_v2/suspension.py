@@ -78,7 +78,7 @@ def _has_room_below(request: Request, pool_group: int) -> bool:
     hierarchy = request.shared.hierarchy
     for level in range(GPU_LEVEL + 1, hierarchy.num_levels):
         cell = hierarchy.level_cells(level)[pool_group]
-        if cell.free > 0 or cell.num_droppable > 0:
+        if cell.open > 0 or cell.num_droppable > 0:
             return True
     return False
 

@@ -65,18 +65,20 @@ def plan_capacity(
     disk_path: str,
     layers: Layers = FULL,
     num_states: int | None = None,
+    exclusive: bool = False,
+    disk_admission: str = "all",
 ) -> Capacity:
     """Make a configuration whose tiers hold the wanted numbers of blocks, in pages of at least `least_page_bytes`.
 
     A block has a page of every kind of layer: with two kinds there are twice as many pages as blocks. With `num_states`, the GPU
     is the only tier, and recurrent states have so many slots of their own there. If no reasonable page size makes all tiers exact,
-    they are larger by as little as possible, and the result has the real numbers.
+    they are larger by as little as possible, and the result has the real numbers. `exclusive`: no tier keeps clean copies.
     """
     kinds = len([kind for kind in layers.kinds if num_states is None or not kind.recurrent])
     tiers = [TierBlocks(tier.tier, tier.num_blocks * kinds) for tier in tiers]  # num_blocks now counts pages
     page_bytes = choose_page_bytes(tiers, max(MIN_PAGE_BYTES, least_page_bytes))
     state_bytes = page_bytes
-    tier_configs: list[CacheTierConfig] = [_tier_config(tier, page_bytes, disk_path) for tier in tiers]
+    tier_configs: list[CacheTierConfig] = [_tier_config(tier, page_bytes, disk_path, exclusive, disk_admission) for tier in tiers]
     ratio: list[float] | None = None
     if num_states is not None:
         state_bytes = choose_page_bytes([TierBlocks(CacheTier.GPU_MEM, num_states)], page_bytes + 1)
@@ -143,11 +145,11 @@ def _provided_bytes(nbytes: int, tier: CacheTier = CacheTier.GPU_MEM) -> int:
 
 
 def _tier_config(
-    tier: TierBlocks, page_bytes: int, disk_path: str
+    tier: TierBlocks, page_bytes: int, disk_path: str, exclusive: bool, disk_admission: str
 ) -> GpuCacheTierConfig | HostCacheTierConfig | DiskCacheTierConfig:
     quota = tier.num_blocks * page_bytes
     if tier.tier is CacheTier.GPU_MEM:
         return GpuCacheTierConfig(quota)
     if tier.tier is CacheTier.HOST_MEM:
-        return HostCacheTierConfig(quota)
-    return DiskCacheTierConfig(quota, disk_path)
+        return HostCacheTierConfig(quota, exclusive)
+    return DiskCacheTierConfig(quota, disk_path, exclusive=exclusive, admission=disk_admission)

@@ -26,6 +26,7 @@ from kv_cache_manager_v2.cli.streams import ReportOutput
 from kv_cache_manager_v2.cli.traces import STDIN, Trace
 from kv_cache_manager_v2.cli.work import model_shape
 from kv_cache_manager_v2.errors import KVCacheError
+from kv_cache_manager_v2.eviction.admission import ADMISSIONS
 
 DESCRIPTION: Final = """\
 Replays a request trace through the KV-cache manager on the emulated device (no GPU is used): each prompt is looked up, its missing
@@ -52,6 +53,20 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         metavar="DIR",
         help="directory of the disk tier's files (default: %(default)s)",
     )
+    parser.add_argument(
+        "--disk-admission",
+        choices=list(ADMISSIONS),
+        default="all",
+        help="which cached pages the disk tier takes; the others are dropped (default: %(default)s)",
+    )
+    copies = parser.add_mutually_exclusive_group()
+    copies.add_argument(
+        "--inclusive",
+        dest="exclusive",
+        action="store_false",
+        help="pages that are loaded leave clean copies on the tier that they come from (the default)",
+    )
+    copies.add_argument("--exclusive", action="store_true", help="each page is on one tier only")
     parser.add_argument(
         "--concurrency",
         type=shared.positive,
@@ -120,6 +135,8 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
         options.disk_path,
         layers,
         options.state_slots,
+        options.exclusive,
+        options.disk_admission,
     )
     source = token_source(trace.block_size, options.seed)
     recorder = None if picture is None else Recorder(len(trace.records), capacity.tier_names, options.tokens_per_block)
@@ -140,6 +157,8 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
         options.decode,
         options.verify,
         options.seed,
+        options.exclusive,
+        options.disk_admission,
         "compiled" if COMPILED else "interpreted",
         options.model_shape,
     )

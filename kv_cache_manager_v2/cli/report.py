@@ -30,6 +30,8 @@ class Settings:
     decode: bool
     verify: bool
     seed: int
+    exclusive: bool
+    disk_admission: str
     build: str  # "compiled" or "interpreted"
     shape: ModelShape | None  # for the work in FLOPs
 
@@ -57,6 +59,8 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "decode": settings.decode,
         "verify": settings.verify,
         "seed": settings.seed,
+        "exclusive": settings.exclusive,
+        "disk_admission": settings.disk_admission,
         "requests": len(totals),
         "skipped_requests": len(outcome.skipped),
         **bad_lines_of(trace),
@@ -73,6 +77,7 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "computed_tokens": outcome.computed_tokens,
         "generated_tokens": outcome.generated_tokens,
         "pages_moved": {name: dict(zip(names, row, strict=True)) for name, row in zip(names, outcome.pages_moved, strict=True)},
+        "pages_returned": dict(zip(names, outcome.pages_returned, strict=True)),
         "pages_dropped": sum(outcome.pages_dropped),
         "pages_dropped_by_tier": dict(zip(names, outcome.pages_dropped, strict=True)),
         "suspensions": outcome.suspensions,
@@ -153,6 +158,9 @@ def to_table(report: dict[str, Any]) -> str:
     rows.append(("", ""))
     for source, row in report["pages_moved"].items():
         rows += [(f"pages moved {source} to {target}", number(count)) for target, count in row.items() if count or source != target]
+    rows += [
+        (f"pages returned to clean copies on {name}", number(count)) for name, count in report["pages_returned"].items() if count
+    ]
     rows += [(f"pages dropped from {name}", number(count)) for name, count in report["pages_dropped_by_tier"].items()]
     rows += [("suspensions", number(report["suspensions"])), ("restarts", number(report["restarts"]))]
     if report["verify"]:

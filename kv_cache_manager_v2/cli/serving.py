@@ -43,6 +43,7 @@ class Outcome:
     hit_pages: list[list[int]] = field(default_factory=list)  # pages that the matches need, by kind of layer, then level
     skipped: list[int] = field(default_factory=list)  # requests that do not fit an otherwise empty cache
     pages_moved: list[list[int]] = field(default_factory=list)  # by source level, then destination level
+    pages_returned: list[int] = field(default_factory=list)  # to clean copies, by level
     pages_dropped: list[int] = field(default_factory=list)  # by level
     pages_checked: int = 0  # with verification: comparisons of a page
     num_mismatches: int = 0  # with verification: comparisons that failed
@@ -322,6 +323,7 @@ class Engine:
         levels = range(len(outcome.hit_tokens_by_level))
         movement = self._manager.movement
         outcome.pages_moved = [[movement.pages_moved(source, destination) for destination in levels] for source in levels]
+        outcome.pages_returned = [movement.pages_returned(level) for level in levels]
         outcome.pages_dropped = [movement.pages_dropped(level) for level in levels]
         if self._stamps is not None:
             self._driver.synchronize()

@@ -21,7 +21,7 @@ from kv_cache_manager_v2.request.snapshot import existing_parent, insert_tail, m
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.page import MOST_USES, Page
 
 
 def check_commit(request: Request, count: int) -> None:
@@ -304,6 +304,7 @@ def _install_pages(
         if outcome != BLOCK_EXISTS or present is None or present.coverage < size:
             if may_publish(request, block):
                 shared.hierarchy.merge_ready(page, point)
+                page.reused_class = request.reused_class
                 if given is None:
                     given = page
                 elif more is None:
@@ -338,6 +339,8 @@ def _adopt(request: Request, table: BlockTable, block: Block, ours: Page, theirs
     else:
         hierarchy.lock(theirs)
         theirs.priority = max(theirs.priority, ours.priority)
+        if theirs.uses < MOST_USES:
+            theirs.uses += 1
         hierarchy.unlock(ours, point)
         hierarchy.counters.adopted[table.index] += 1
         if theirs.transfers > 0:
@@ -400,6 +403,7 @@ def _publish_tail(request: Request, point: Point) -> Block:
         if present is not None and present.coverage >= covered:
             continue
         shared.hierarchy.merge_ready(page, point)
+        page.reused_class = request.reused_class
         shared.tree.install(block, page, covered)
     return block
 

@@ -13,7 +13,7 @@ from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.match import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.statistics import SsmSnapshotIterationStatsDelta
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.page import MAX_REUSED_CLASS, MOST_USES, Page
 
 
 def start(request: Request, match: Match, tokens: TokenSequence) -> None:
@@ -36,6 +36,7 @@ def start(request: Request, match: Match, tokens: TokenSequence) -> None:
     request.path = match.blocks[:full]
     request.tail.write(tokens.slice_bytes(full * size, count))
     request.borrowed_tail = count % size != 0
+    request.reused_class = min(full.bit_length(), MAX_REUSED_CLASS)
     if full > 0:
         request.tip = match.blocks[full - 1]
         shared.tree.pin(match.blocks[full - 1])
@@ -91,6 +92,7 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
     blocks = match.blocks
     pending = request.pending
     full = match.num_tokens // request.tokens_per_block
+    counts_uses = hierarchy.counts_uses
     columns: list[_Column] = []
     for number, table in enumerate(tables):
         columns.append(_Column(table, len(blocks), priorities[number] if priorities else []))
@@ -114,6 +116,8 @@ def _hold_matched(request: Request, match: Match, priorities: list[list[int]]) -
                     if priorities:
                         hierarchy.raise_priority(page, column.priorities[column.held])
                     hierarchy.hold(page)
+                    if counts_uses and page.uses < MOST_USES:
+                        page.uses += 1
                     column.pages[ordinal] = page
                     column.held += 1
                     if level > loaded:

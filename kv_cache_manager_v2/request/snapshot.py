@@ -93,6 +93,7 @@ class Snapshot:
         return True
 
     def _add(self, page: Page, coverage: int) -> None:
+        page.reused_class = self.request.reused_class
         self.pages.append(page)
         self.coverages.append(coverage)
 

@@ -353,7 +353,7 @@ class _Peaks:
         for number in range(len(self._cells)):
             cell = self._cells[number]
             evictable = cell.evictable
-            available = cell.free + evictable
+            available = cell.open + evictable
             unavailable = cell.allocator.capacity - available
             if available > self._available[number]:
                 self._available[number] = available

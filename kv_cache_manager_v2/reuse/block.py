@@ -46,6 +46,11 @@ class Block(Leaf):
         self.key: bytes | None = None  # computed on demand
         self.event_state: object = None  # belongs to the event manager
 
+    def is_final(self, page: Page) -> bool:
+        """A page of a full block, or a snapshot. The request of a partial block may go on to write to its page."""
+        tree = self.tree
+        return page.coverage == tree.tokens_per_block or not tree.life_cycles[page.life_cycle].is_attention
+
     def page_gone(self, page: Page) -> None:
         self.tree.page_gone(self, page)
 

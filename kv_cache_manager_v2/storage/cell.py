@@ -14,10 +14,12 @@ from typing import Final
 from kv_cache_manager_v2.device.arenas import Arena
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.errors import CorruptedError
+from kv_cache_manager_v2.eviction.admission import DiskAdmission
 from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.allocator import SlotAllocator
-from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, DROPPABLE, HELD, JUST_HELD, PINNED, Page
+from kv_cache_manager_v2.storage.clean_copy import CleanCopy, discard, discard_all
+from kv_cache_manager_v2.storage.page import BUSY_DROPPABLE, BUSY_HELD, COPY, DROPPABLE, HELD, JUST_HELD, PINNED, Page
 from kv_cache_manager_v2.storage.page_list import PageList, PageQueue
 from kv_cache_manager_v2.storage.tiers import Tier
 
@@ -40,6 +42,8 @@ class Cell:
         self.tier = tier
         self.keeps_held = keeps_held
         self.eviction = eviction
+        self.keeps_copies = False  # pages that are loaded from here leave clean copies
+        self.admission: DiskAdmission | None = None  # decides which droppable pages may come here; None: all
         self.pins_all = False  # for swap slots: their pages are never evicted
         self.allocator = SlotAllocator(timeline, 0)
         self.arenas: list[Arena] = []  # by pool, all with as many slots
@@ -49,6 +53,8 @@ class Cell:
         self.held = PageQueue(eviction)
         self.busy = PageList()  # evictable once their file transfers have ended
         self.pinned = PageList()
+        self.copies = PageList()  # clean copies, the oldest first
+        self.num_copies = 0
         self._just_held = 0  # pages in `droppable` that are held
         self.writes: dict[int, int] = {}  # slot -> file transfers that may still write to it
         self.kept: dict[int, Point] = {}  # slot without a page that such a transfer may write to -> end of its last use
@@ -66,6 +72,11 @@ class Cell:
         """Slots free without eviction, less those for pages in swap slots; so it can be negative."""
         swap = self.swap
         return self.allocator.free if swap is None else self.allocator.free - swap.allocator.num_taken()
+
+    @property
+    def open(self) -> int:
+        """Slots that are free or have clean copies: all that a page can get without evicting another."""
+        return self.free + self.num_copies
 
     @property
     def num_droppable(self) -> int:
@@ -232,10 +243,35 @@ class Cell:
         else:
             self.busy.remove(page)
 
+    # --- clean copies
+
+    def add_copy(self, copy: CleanCopy) -> None:
+        """Add a clean copy, the youngest one. See `clean_copy.add_copy`."""
+        copy.age = self.eviction.clock
+        self.copies.append(copy)
+        self.num_copies += 1
+
+    def remove_copy(self, copy: CleanCopy) -> None:
+        """Remove a clean copy. See `clean_copy.remove_copy`."""
+        self.copies.remove(copy)
+        copy.before = None
+        copy.after = None
+        self.num_copies -= 1
+
+    def discard_copies(self, count: int) -> None:
+        """Discard the oldest clean copies, at most `count`. Their slots are free."""
+        while count > 0 and self.num_copies > 0:
+            copy = self.copies.end.after
+            assert isinstance(copy, CleanCopy), "a list of clean copies has a page"
+            discard(copy)
+            count -= 1
+
     # --- slots
 
     def free_page(self, page: Page) -> None:
-        """Free a page: it leaves its list, and its slot is free once its last use has ended."""
+        """Free a page: it leaves its list, and its slot is free once its last use has ended. Its clean copies are discarded."""
+        if page.copy is not None:
+            discard_all(page)
         self.free_slot(page.slot, page.ready)  # first: there may be no memory for it
         self.leave(page)
         page.slot = NO_SLOT
@@ -302,6 +338,12 @@ class Cell:
         self.held.close()
         self.busy.close()
         self.pinned.close()
+        for copy in self.copies.pages():
+            assert isinstance(copy, CleanCopy)
+            copy.page.copy = None
+            copy.copy = None
+        self.copies.close()
+        self.num_copies = 0
         self.evictable = 0
         self._just_held = 0
 
@@ -326,13 +368,19 @@ class Cell:
         self.held.check_invariants()
         self.busy.check_invariants(False)
         self.pinned.check_invariants(False)
+        self.copies.check_invariants(False)
+        copies = self.copies.pages()
+        assert len(copies) == self.num_copies, f"{self}: {len(copies)} clean copies, the count says {self.num_copies}"
         queued = self.droppable.length + self.held.length + len(self.busy.pages())
         assert queued == self.evictable, f"{self}: {queued} pages are evictable, the count says {self.evictable}"
         just_held = sum([1 for page in self.droppable.pages() if page.list == JUST_HELD])
         assert just_held == self._just_held, f"{self}: {just_held} pages were just held, the count says {self._just_held}"
         owned = bytearray(self.allocator.issued)
-        for page in self.pages():
-            self._check_page(page)
+        for copy in copies:
+            self._check_copy(copy)
+        for page in self.pages() + copies:
+            if page.list != COPY:
+                self._check_page(page)
             assert self.allocator.taken(page.slot), f"{self}: slot {page.slot} is free, and a page has it"
             if self.has_memory(page):
                 assert owned[page.slot] == 0, f"{self}: slot {page.slot} has two pages"
@@ -348,6 +396,28 @@ class Cell:
             if self.allocator.taken(slot) and not kept and not owned[slot]:
                 raise CorruptedError(f"{self}: slot {slot} was allocated, and no page has it")
 
+    def _check_copy(self, copy: Page) -> None:
+        where = f"clean copy at {self}, slot {copy.slot}"
+        assert isinstance(copy, CleanCopy), f"{where} is a page"
+        assert copy.cell is self, f"{where} is listed in another cell"
+        assert copy.list == COPY, f"{where} is in list {copy.list}"
+        assert self.keeps_copies, f"{where}: this cell keeps none"
+        assert copy.slot not in self.writes, f"{where}: a transfer may write to it"
+        page = copy.page
+        assert page.slot != NO_SLOT, f"{where}: its page is gone"
+        assert not page.lost, f"{where}: its page is lost"
+        assert page.owner is not None, f"{where}: its page is private"
+        assert page.owner.is_final(page), f"{where}: a request may write to its page"
+        assert page.cell.pool_group == self.pool_group, f"{where}: its page is in another pool group"
+        level = page.cell.level
+        found = page.copy
+        while found is not None and found is not copy:
+            assert found.cell.level > level, f"{where}: the copies of its page are not listed from warm to cold"
+            level = found.cell.level
+            found = found.copy
+        assert found is copy, f"{where}: its page does not list it"
+        assert self.level > level, f"{where}: its page is on level {page.cell.level}"
+
     def _check_page(self, page: Page) -> None:
         where = f"page at {self}, slot {page.slot}"
         assert page.cell is self, f"{where} is listed in another cell"
@@ -356,6 +426,7 @@ class Cell:
         assert page.locks == 0 or self.level == 0, f"{where} is locked off the GPU"
         assert page.transfers >= 0, f"{where} has {page.transfers} transfers"
         assert page.ready >= NULL_POINT, f"{where} has no point"
+        assert page.copy is None or page.copy.page is page, f"{where} lists the clean copy of another page"
         busy = page.transfers > 0
         without_memory = page.lost and not self.has_memory(page)
         kept = self.pins_all or (page.holds > 0 and self.keeps_held) or (page.holds == 0 and page.owner is None)

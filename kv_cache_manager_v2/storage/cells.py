@@ -40,14 +40,19 @@ class Cells:
         self.by_group: list[list[Cell]] = [[] for _group in range(layout.num_pool_groups)]  # by pool group, then by level
         self.swaps: list[Cell] = []  # cells of swap slots; see Mover
         self.tiers: list[Tier] = []  # by level
+        self.has_admission = False  # a level does not take all pages
         if self.builder in BUILDING:
             UNBUILT.append(self)
         try:
             for level in range(len(sizings)):
                 tier = make_tier(driver, sizings[level], tier_configs[level])
+                admission = tier_configs[level].make_admission()
+                self.has_admission = self.has_admission or admission is not None
                 self.tiers.append(tier)
                 for group in range(layout.num_pool_groups):
                     cell = Cell(timeline, level, group, tier, level == len(sizings) - 1, eviction)
+                    cell.admission = admission
+                    cell.keeps_copies = level > 0 and tier_configs[level].keeps_copies
                     self.by_group[group].append(cell)
                     for slot_bytes in layout.slot_sizes[group]:
                         cell.arenas.append(tier.make_arena(slot_bytes))

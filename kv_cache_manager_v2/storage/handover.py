@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_cache_manager_v2.ids import GPU_LEVEL, Point
+from kv_cache_manager_v2.storage.clean_copy import discard_all, discard_from
 from kv_cache_manager_v2.storage.copy_batch import CopyBatch
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 from kv_cache_manager_v2.storage.page import Page
@@ -76,8 +77,10 @@ class Handovers:
             if handover.stays_held:
                 page.holds += 1
             if handover.batch is not None:
+                discard_from(page, handover.batch.cell.level)
                 mover.install_handed_over(page, handover.batch)
             else:
+                discard_all(page)
                 mover.drop_handed_over(page)
             cell.enter(handover.successor)
         self.begun = []

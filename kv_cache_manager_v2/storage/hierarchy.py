@@ -30,6 +30,7 @@ from kv_cache_manager_v2.layout.sizing import LevelSizing
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.cells import Cells
+from kv_cache_manager_v2.storage.clean_copy import discard_all
 from kv_cache_manager_v2.storage.copier import Copier
 from kv_cache_manager_v2.storage.copy_batch import CopyBatch
 from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
@@ -68,8 +69,7 @@ class Hierarchy(PageKeeper):
         self._closed = False
         self._finished = False  # closed, and all memory is free
         self._merged: Point = NULL_POINT  # the cached result of `_later`, for these two points:
-        self._merged_first: Point = NULL_POINT
-        self._merged_second: Point = NULL_POINT
+        self._merged_first = self._merged_second = NULL_POINT
         self._all_cells = Cells(driver, timeline, layout, sizings, tier_configs, eviction)
         self.cells = self._all_cells.by_group  # by pool group and level
         self.gpu: list[Cell] = self._all_cells.of_level(GPU_LEVEL)  # by pool group
@@ -79,6 +79,7 @@ class Hierarchy(PageKeeper):
         self._copier = Copier(driver, timeline, self.in_flight, self.ring)
         self.mover = Mover(driver, timeline, self._all_cells, self._copier, self.in_flight, counters)
         self.planner = Planner(self.cells)
+        self.counts_uses = self._all_cells.has_admission  # pages count the requests that use them
 
     def tier(self, level: int) -> Tier:
         """The tier of a level."""
@@ -103,8 +104,8 @@ class Hierarchy(PageKeeper):
         return self.cells[pool_group][level].total
 
     def free(self, level: int, pool_group: int) -> int:
-        """Slots that are free without eviction."""
-        return max(0, self.cells[pool_group][level].free)
+        """Slots that are free without eviction, those of clean copies among them."""
+        return max(0, self.cells[pool_group][level].open)
 
     def evictable(self, level: int, pool_group: int) -> int:
         """Slots whose pages can be offloaded or dropped."""
@@ -113,7 +114,7 @@ class Hierarchy(PageKeeper):
     def unavailable(self, level: int, pool_group: int) -> int:
         """All other slots: locked, held on the last level, private to a request, or still written to by a file transfer."""
         cell = self.cells[pool_group][level]
-        return cell.total - max(0, cell.free) - cell.evictable
+        return cell.total - max(0, cell.open) - cell.evictable
 
     def utilization(self, level: int, pool_group: int) -> float:
         """The fraction of the slots that are unavailable."""
@@ -229,18 +230,21 @@ class Hierarchy(PageKeeper):
     def adopt(self, page: Page, owner: PageOwner, coverage: int) -> None:
         """Make a block the page's owner."""
         assert page.slot != NO_SLOT, "a page that is gone was adopted"
+        discard_all(page)
         page.owner = owner
         page.coverage = coverage
         page.cell.requeue(page)
 
     def unlist(self, page: Page) -> None:
         """Remove the page's owner. The page is freed unless it is held or locked."""
+        discard_all(page)  # a request may write to it from now on
         page.owner = None
         if page.slot != NO_SLOT:
             page.cell.requeue(page)
 
     def drop(self, page: Page) -> None:
         """Remove the page's owner without calling it, and drop the page if it is droppable."""
+        discard_all(page)
         page.owner = None
         if page.slot != NO_SLOT and page.locks == 0 and page.holds == 0:
             self.counters.dropped[page.life_cycle][page.level] += 1
@@ -333,9 +337,9 @@ class Hierarchy(PageKeeper):
         assert own.level == GPU_LEVEL
         assert cold.pool_group == own.pool_group
         assert own.owner is None
-        assert cold.slot != NO_SLOT
-        assert own.slot != NO_SLOT
+        assert NO_SLOT not in (cold.slot, own.slot)
         source = cold.cell
+        discard_all(cold)
         self.counters.taken_over[cold.life_cycle] += 1
         source.leave(cold)
         source.free_slot(cold.slot, cold.ready)
@@ -400,6 +404,7 @@ class Hierarchy(PageKeeper):
             return False
         self.timeline.wait(stream, source.ready)
         self.timeline.wait(stream, page.ready)
+        discard_all(page)
         try:
             source.cell.copier.copy_slot(stream, source.slot, page.slot)
             ready = self.timeline.record(stream)
@@ -419,7 +424,7 @@ class Hierarchy(PageKeeper):
             if cells[level].free > 0:
                 return cells[level]
         for level in range(source.level, self.num_levels):
-            if cells[level].num_droppable > 0:
+            if cells[level].num_droppable + cells[level].num_copies > 0:
                 need = self._no_need.copy()
                 need[source.pool_group] = 1
                 if self._try_free_slots(level, need, [], [source], False) is None:

@@ -20,6 +20,7 @@ from kv_cache_manager_v2.device.staging import StagingRing
 from kv_cache_manager_v2.device.timeline import Timeline
 from kv_cache_manager_v2.ids import NULL_POINT, Point, SlotId
 from kv_cache_manager_v2.storage.cell import Cell
+from kv_cache_manager_v2.storage.clean_copy import discard_all
 from kv_cache_manager_v2.storage.copy_batch import CopyBatch, Transfer
 from kv_cache_manager_v2.storage.page import PINNED, Page
 
@@ -168,6 +169,7 @@ class TransfersInFlight:
     def lose(self, page: Page) -> None:
         """Mark a page as lost. The next `Hierarchy.settle` notifies its owner."""
         if not page.lost:
+            discard_all(page)
             page.lost = True
             self.losses += 1
             self.lost.append(page)

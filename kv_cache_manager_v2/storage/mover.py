@@ -19,9 +19,11 @@ from kv_cache_manager_v2.ids import NO_SLOT, NULL_POINT, Point
 from kv_cache_manager_v2.statistics import MovementCounters
 from kv_cache_manager_v2.storage.cell import Cell
 from kv_cache_manager_v2.storage.cells import Cells
+from kv_cache_manager_v2.storage.clean_copy import CleanCopy, add_copy, copy_in, discard, discard_from, leaves_copy, remove_copy
 from kv_cache_manager_v2.storage.copier import Copier
 from kv_cache_manager_v2.storage.copy_batch import CopyBatch
 from kv_cache_manager_v2.storage.in_flight import TransfersInFlight
+from kv_cache_manager_v2.storage.leaving import tell_loaded
 from kv_cache_manager_v2.storage.page import PINNED, Page
 from kv_cache_manager_v2.storage.planner import GroupPlan, exchange_stalls
 from kv_cache_manager_v2.storage.tiers import HostTier
@@ -118,6 +120,9 @@ class Mover:
         for plan in plans:
             self._prepare_swap(plan, target)
         for plan in plans:
+            for copy in plan.discards:
+                if copy.slot != NO_SLOT:
+                    discard(copy)
             for page in plan.drops:
                 self.drop(page)
         if self._gone:
@@ -133,19 +138,53 @@ class Mover:
         for level in range(target + 1, len(cells)):
             if plan.offloads[level]:  # notified owners may have dropped some
                 plan.offloads[level] = [page for page in plan.offloads[level] if page.slot != NO_SLOT]
+            for page in plan.returns[level]:
+                copy = copy_in(page, cells[level])
+                if copy is not None:
+                    self._return_page(page, copy)
+                elif page.slot != NO_SLOT:  # its owner has left it
+                    plan.offloads[level].append(page)
         plan.loads = [page for page in plan.loads if page.slot != NO_SLOT]
         while True:
             moved = 0
             left = 0
             for level in range(len(cells) - 1, target, -1):
-                moved += self._move_some(plan.offloads[level], cells[level])
+                moved += self._offload_some(plan.offloads[level], cells[level])
                 left += len(plan.offloads[level])
             moved += self._move_some(plan.loads, cells[target])
             left += len(plan.loads)
             if left == 0:
-                return
+                break
             if moved == 0:
                 self._swap_out(plan, target)
+        for level in range(target + 1, len(cells)):
+            if plan.returns[level]:
+                for page in plan.arrivals[level]:  # pages that returned have arrived before the others
+                    if page.slot != NO_SLOT and page.cell is cells[level] and page.list != PINNED:
+                        page.cell.renew(page)
+
+    def _return_page(self, page: Page, copy: CleanCopy) -> None:
+        """Give a page the slot of its clean copy. Nothing is copied; copies on warmer levels are discarded."""
+        source = page.cell
+        cell = copy.cell
+        slot = copy.slot
+        discard_from(page, cell.level - 1)
+        source.free_slot(page.slot, page.ready)
+        source.leave(page)
+        remove_copy(copy)
+        page.cell = cell
+        page.slot = slot
+        page.ready = copy.ready
+        cell.enter(page)
+        self._counters.returned[page.life_cycle][cell.level] += 1
+        self._arrive(page, source)
+
+    def _offload_some(self, pages: list[Page], cell: Cell) -> int:
+        """As `_move_some`, to a colder level. If slots are missing, clean copies of this plan's loads are discarded."""
+        missing = len(pages) - cell.allocator.free
+        if missing > 0 and cell.num_copies > 0:
+            cell.discard_copies(missing)
+        return self._move_some(pages, cell)
 
     def _move_some(self, pages: list[Page], cell: Cell) -> int:
         """Move the first pages of the list, as many as there are free slots, and remove them from the list."""
@@ -179,6 +218,11 @@ class Mover:
         for page in plan.loads:
             loads[page.level] += 1
             leaves_none = leaves_none or page.transfers > 0 or page.cell.pins_all
+        for copy in plan.discards:
+            free[copy.level] += 1
+        for returns in plan.returns:
+            for page in returns:
+                free[page.level] += 1
         offloads = [[page.level for page in pages] for pages in plan.offloads]
         if leaves_none or exchange_stalls(target, free, loads, offloads):
             for level in range(target + 1, len(cells)):
@@ -228,7 +272,7 @@ class Mover:
             pages = swap.pinned.pages()
             if pages:
                 try:
-                    self._move_some(pages, self._cells[swap.pool_group][swap.level])
+                    self._offload_some(pages, self._cells[swap.pool_group][swap.level])
                 except KVCacheError as error:
                     self._in_flight.last_error = str(error)
 
@@ -237,6 +281,9 @@ class Mover:
     def move(self, pages: list[Page], cell: Cell) -> None:
         """Move pages of one cell to free slots of another or the same cell. After a device error no page has moved."""
         source = pages[0].cell
+        loads = cell.level < source.level
+        if loads and source.admission is not None:
+            tell_loaded(source.admission, pages)  # first: the user's code may be interrupted
         batch = self.queue_move(pages, cell, NULL_POINT)
         for index in range(len(pages)):
             page = pages[index]
@@ -246,14 +293,21 @@ class Mover:
                 page.slot = batch.slots[index]
                 source.free_slot(slot, batch.source_free)
                 continue  # compaction: the page keeps its age and is not counted as moved
+            copy = CleanCopy(page, source, slot, batch.source_free) if loads and leaves_copy(page) else None
+            if page.copy is not None and not loads:
+                discard_from(page, cell.level)
             source.leave(page)
             page.cell = cell
             page.slot = batch.slots[index]
             cell.enter(page)
-            source.free_slot(slot, batch.source_free)
+            if copy is None:
+                source.free_slot(slot, batch.source_free)
+            else:
+                add_copy(copy)
         self._in_flight.install(batch, pages)
         for page in pages:
             if source is not cell:
+                self._count_move(page, source)
                 self._arrive(page, source)
             elif page.list != PINNED:
                 cell.requeue(page)
@@ -283,6 +337,7 @@ class Mover:
         page.slot = batch.slots[0]
         batch.cell.enter(page)
         self._in_flight.install(batch, [page])
+        self._count_move(page, source)
         self._arrive(page, source)
 
     def drop_handed_over(self, page: Page) -> None:
@@ -292,11 +347,13 @@ class Mover:
             self._counters.dropped[page.life_cycle][page.level] += 1
             self.add_gone(page)
 
+    def _count_move(self, page: Page, source: Cell) -> None:
+        if page.cell.level != source.level:
+            self._counters.moved[page.life_cycle][source.level][page.cell.level] += 1
+
     def _arrive(self, page: Page, source: Cell) -> None:
         cell = page.cell
         cell.requeue(page)
-        if cell.level != source.level:
-            self._counters.moved[page.life_cycle][source.level][cell.level] += 1
-            if page.owner is not None:
-                self._moved_from.append(source.level)  # first: an interrupt here must not leave a page without a level
-                self._moved.append(page)
+        if cell.level != source.level and page.owner is not None:
+            self._moved_from.append(source.level)  # first: an interrupt here must not leave a page without a level
+            self._moved.append(page)

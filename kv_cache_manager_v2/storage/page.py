@@ -16,6 +16,7 @@ from kv_cache_manager_v2.listener import CachedBlock
 
 if TYPE_CHECKING:
     from kv_cache_manager_v2.storage.cell import Cell
+    from kv_cache_manager_v2.storage.clean_copy import CleanCopy
 
 # The lists of a cell. Each page with a slot is in exactly one.
 PINNED: Final = 0  # not evictable: locked, held on the last level, or without an owner
@@ -24,11 +25,18 @@ HELD: Final = 2  # can be offloaded, but not dropped
 BUSY_DROPPABLE: Final = 3  # as DROPPABLE, once its file transfers have ended
 BUSY_HELD: Final = 4  # as HELD, once its file transfers have ended
 JUST_HELD: Final = 5  # as HELD, but still in the droppable list
+MOST_USES: Final = 255  # more are not counted
+MAX_REUSED_CLASS: Final = 31
+COPY: Final = 6  # no page, but a clean copy of one on a warmer level
 
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class PageOwner(CachedBlock):
     """The block of the reuse tree that a page belongs to: all that storage/ knows of the tree."""
+
+    @abstractmethod
+    def is_final(self, page: Page) -> bool:
+        """Whether no request writes to the page any more, as long as owner and coverage stay the same."""
 
     @abstractmethod
     def page_gone(self, page: Page) -> None:
@@ -46,7 +54,7 @@ class PageOwner(CachedBlock):
 class Page:
     """A slot with an owner, a position in the eviction order, and the point after which its bytes may be used.
 
-    Each cached block has pages, so small numbers take four bytes or one: a page takes 128 bytes.
+    Each cached block has pages, so small numbers take four bytes or one: a page takes 136 bytes.
     """
 
     def __init__(self, life_cycle: int, cell: Cell | None, slot: SlotId, priority: int, ready: Point) -> None:
@@ -60,6 +68,8 @@ class Page:
         self.plans: i32 = 0  # planned drops that include it; the last one drops it if it is droppable
         self.priority: u8 = priority  # 0 to 100; must not change while it is evictable
         self.worth: u8 = 0 if cell is None else cell.eviction.usual  # its eviction class; must not change while it is evictable
+        self.uses: u8 = 1  # requests that used it, the one that computed it included; counted up to 255, for admissions
+        self.reused_class: u8 = 0  # of the request that computed it: bit length of its number of reused blocks
         self.list: u8 = PINNED  # which list of its cell it is in
         self.indexed = False  # it is an entry of that list's index
         self.near = False  # the list starts its next search here
@@ -73,6 +83,7 @@ class Page:
         self.mark = 0  # number of the latest plan that must not evict it
         self.owner: PageOwner | None = None  # its tree block; None if it is private to a request
         self.next_in_block: Page | None = None  # the owner's next page, of a higher life cycle
+        self.copy: CleanCopy | None = None  # its warmest clean copy; that one's `copy` is the next colder one
         self.before: Page | None = None  # neighbours in the list of its cell; None once gone
         self.after: Page | None = None
 

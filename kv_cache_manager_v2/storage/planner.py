@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_cache_manager_v2.arguments import deprecated
+from kv_cache_manager_v2.eviction.admission import DiskAdmission
 from kv_cache_manager_v2.ids import GPU_LEVEL
 from kv_cache_manager_v2.storage.cell import Cell
+from kv_cache_manager_v2.storage.clean_copy import CleanCopy, copy_in, leaves_copy
+from kv_cache_manager_v2.storage.leaving import admits
 from kv_cache_manager_v2.storage.page import DROPPABLE, HELD, JUST_HELD, Page
 
 
@@ -103,10 +106,13 @@ class GroupPlan:
         self.loads: list[Page] = []  # pages to move to the target, nearest level first
         self.offloads: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination, in the order of their arrival
         self.drops: list[Page] = []  # in eviction order
+        self.returns: list[list[Page]] = [[] for _level in range(num_levels)]  # by destination: they get their copies' slots there
+        self.arrivals: list[list[Page]] = [[] for _level in range(num_levels)]  # where there are returns: all pages, in order
+        self.discards: list[CleanCopy] = []  # clean copies whose slots other pages get
 
 
 class EvictionCursor:
-    """Iterates over the pages of a cell in eviction order, without those that the plan must not evict.
+    """Iterates over the pages and clean copies of a cell in eviction order, without those that the plan must not evict.
 
     Skipping all held pages costs nothing; once they are skipped, they are skipped for the rest of the iteration.
     """
@@ -118,14 +124,21 @@ class EvictionCursor:
         self._held = cell.held.first() if cell.held.length > 0 else None
         self._fronts: list[Page] = []  # see `PageQueue.next`
         self._held_fronts: list[Page] = []
+        self._copy = cell.copies.end.after if cell.num_copies > 0 else None  # the oldest clean copy left
 
     def next(self, held_too: bool) -> Page | None:
-        """The next page to evict; None if there is none."""
+        """The next page to evict, or clean copy to discard; None if there is none."""
         cell = self._cell
         while True:
             page = self._droppable
             held = self._held
-            if held_too and held is not None and (page is None or _goes_first(held, page)):
+            held_first = held_too and held is not None and (page is None or _goes_first(held, page))
+            copy = self._copy
+            if copy is not None and _copy_goes_first(copy, held if held_first else page):
+                page = copy
+                after = copy.after
+                self._copy = None if after is None or after is cell.copies.end else after
+            elif held_first and held is not None:
                 page = held
                 self._held = cell.held.next(held, self._held_fronts)
             elif page is not None:
@@ -149,6 +162,14 @@ def _goes_first(page: Page, other: Page) -> bool:
     return rank < other_rank or (rank == other_rank and page.worth < other.worth)
 
 
+def _copy_goes_first(copy: Page, page: Page | None) -> bool:
+    """Whether a clean copy is discarded before a page of its cell is evicted: it has a smaller rank, or a lower priority."""
+    if page is None or copy.priority < page.priority:
+        return True
+    credits = copy.cell.eviction.credits
+    return copy.age + credits[copy.worth] < page.age + credits[page.worth]
+
+
 class GroupCounts:
     """The counts of one pool group in the latest plan. Lists are by level."""
 
@@ -159,10 +180,11 @@ class GroupCounts:
         self.wanted = 0  # slots at the target that the request has or gets by the plan
         self.loads: list[Page] = []
         self.leaving = [0] * levels  # slots that the pages to load will free
+        self.copied = [0] * levels  # slots in which they will leave clean copies, unless other pages need them
         self.spared_held = [0] * levels  # evictable pages that the plan must not evict
         self.spared_droppable = [0] * levels
         self.open = [0] * levels  # free slots, including those that the pages to load will free
-        self.droppable = [0] * levels  # pages that can be dropped
+        self.droppable = [0] * levels  # pages that can be dropped, and clean copies that can be discarded
         self.intake: list[int] = []  # see `intakes`
         self._counted = False  # whether the three lists above are up to date
 
@@ -175,6 +197,7 @@ class GroupCounts:
             self.loads = []
         for level in range(len(self.cells)):
             self.leaving[level] = 0
+            self.copied[level] = 0
             self.spared_held[level] = 0
             self.spared_droppable[level] = 0
 
@@ -207,7 +230,8 @@ class GroupCounts:
         for level in range(len(self.cells)):
             cell = self.cells[level]
             self.open[level] = max(0, cell.free + self.leaving[level])
-            self.droppable[level] = cell.num_droppable - self.spared_droppable[level]
+            copies = cell.num_copies + self.copied[level]
+            self.droppable[level] = cell.num_droppable - self.spared_droppable[level] + copies
         self.intake = intakes(target, self.open, self.droppable) if move_held else [0] * (len(self.cells) + 1)
 
 
@@ -298,7 +322,10 @@ class Planner:
         counts.goal += 1
         counts.loads.append(page)
         if exchange and page.transfers == 0:  # else a file transfer may still write to the slot
-            counts.leaving[cell.level] += 1
+            if leaves_copy(page):
+                counts.copied[cell.level] += 1
+            else:
+                counts.leaving[cell.level] += 1
 
     def _spare(self, page: Page) -> None:
         if page.mark != self.number:
@@ -318,27 +345,65 @@ class Planner:
         arriving = last
         goal = counts.goal - len(last)  # they have slots there
         for level in range(target, levels):
+            cell = counts.cells[level]
+            if cell.num_copies > 0:
+                arriving = self._choose_returns(plan, cell, arriving)
+            if cell.admission is not None and level > target:
+                arriving = self._admit(plan, cell.admission, arriving)
             short = goal + len(arriving) - counts.open[level]
             goal = 0
             if short <= 0:
                 plan.offloads[level] = arriving
                 arriving = []
                 break
-            arriving = self._evict(plan, counts.cells[level], arriving, short, counts.intake[level + 1])
-        plan.drops = arriving
+            arriving = self._evict(plan, cell, arriving, short, counts.intake[level + 1], counts.copied[level])
+        plan.drops += arriving
         return plan
 
-    def _evict(self, plan: GroupPlan, cell: Cell, arriving: list[Page], short: int, intake: int) -> list[Page]:
-        """Choose `short` pages to leave the level, at most `intake` of them held: first pages on it, then arriving ones."""
+    def _admit(self, plan: GroupPlan, admission: DiskAdmission, arriving: list[Page]) -> list[Page]:
+        """The arriving pages that the level's admission admits, or that must be kept. The others are dropped."""
+        admitted: list[Page] = []
+        for page in arriving:
+            if self._is_kept(page) or page.owner is None or admits(admission, page):
+                admitted.append(page)
+            else:
+                plan.drops.append(page)
+        return admitted
+
+    def _choose_returns(self, plan: GroupPlan, cell: Cell, arriving: list[Page]) -> list[Page]:
+        """Choose the arriving pages that get the slots of their clean copies. The result is the others, which need slots.
+
+        A page that hands over its slot while it is locked is copied in any case.
+        """
+        others: list[Page] = []
+        plan.arrivals[cell.level] = arriving
+        for page in arriving:
+            copy = copy_in(page, cell) if page.locks == 0 else None
+            if copy is None:
+                others.append(page)
+            else:
+                copy.mark = self.number
+                plan.returns[cell.level].append(page)
+        return others
+
+    def _evict(self, plan: GroupPlan, cell: Cell, arriving: list[Page], short: int, intake: int, copied: int) -> list[Page]:
+        """Choose `short` pages to leave the level, at most `intake` of them held: first pages on it, then arriving ones.
+
+        Clean copies on the level count as pages on it. Those that the pages to load would leave (`copied`) are given up next.
+        """
         candidates = EvictionCursor(cell, self.number)
         leaving: list[Page] = []
         while short > 0:
             page = candidates.next(intake > 0)
             if page is None:
+                short -= min(short, copied)
                 break
             if page.holds > 0:
                 intake -= 1
-            leaving.append(page)
+            if isinstance(page, CleanCopy):
+                plan.discards.append(page)
+            else:
+                leaving.append(page)
             short -= 1
         if short == 0:
             plan.offloads[cell.level] = arriving
@@ -351,8 +416,29 @@ class Planner:
                 short -= 1
             else:
                 plan.offloads[cell.level].append(page)
+        if short > 0:
+            short = self._pass_returns_on(plan, cell, leaving, short, intake)
         assert short == 0, "a plan that fits by count has too few pages to evict"
         return leaving
+
+    def _pass_returns_on(self, plan: GroupPlan, cell: Cell, leaving: list[Page], short: int, intake: int) -> int:
+        """Let pages that were to return leave the level, too: others need the slots of their copies. Returns what is short then."""
+        returns = plan.returns[cell.level]
+        plan.returns[cell.level] = []
+        for page in returns:
+            copy = copy_in(page, cell)
+            if short > 0 and copy is not None and (intake > 0 or page.holds == 0):
+                if page.holds > 0:
+                    intake -= 1
+                plan.discards.append(copy)
+                leaving.append(page)
+                short -= 1
+            else:
+                plan.returns[cell.level].append(page)
+        arrivals = plan.arrivals[cell.level]
+        passing = {page for page in leaving if page.cell is not cell}
+        leaving[-len(passing) :] = [page for page in arrivals if page in passing]  # in eviction order again
+        return short
 
     def _is_kept(self, page: Page) -> bool:
         """Whether a page that leaves its level must not be dropped."""

@@ -138,6 +138,8 @@ class LevelResize:
         self.pending = []
         if not self._fits():
             return True
+        for cell in self._changing(False):
+            cell.discard_copies(cell.num_copies)
         points = self._plan()
         if points is not None:
             return not self._must_wait(points)
@@ -220,7 +222,7 @@ class LevelResize:
         """Pages of the level that the plan evicts."""
         count = 0
         for plan in self._hierarchy.planner.plans:
-            for pages in [*plan.offloads, plan.drops]:
+            for pages in [*plan.offloads, *plan.returns, plan.drops]:
                 count += sum([1 for page in pages if page.level == self._level])
         return count
 
@@ -254,7 +256,7 @@ class LevelResize:
             return cell.allocator.uses_aside()
         points = cell.allocator.uses()
         last = NULL_POINT
-        for page in cell.pages():
+        for page in cell.pages() + cell.copies.pages():
             if page.ready != last and not self._hierarchy.timeline.done(page.ready):
                 points.append(page.ready)
             last = page.ready
@@ -306,6 +308,7 @@ class LevelResize:
 
     def _lose_from(self, cell: Cell, there: int) -> None:
         """Remove the slots from `there` on, which have no memory. Pages in them are lost."""
+        cell.discard_copies(cell.num_copies)
         for page in cell.pages():
             if page.slot >= there:
                 self._hierarchy.in_flight.lose(page)

@@ -171,7 +171,7 @@ def _refuse_levels(hierarchy: Hierarchy, sizings: Sequence[LevelSizing]) -> Resi
         slots = 0
         for level in range(hierarchy.num_levels - 1, -1, -1):
             cell = column[level]
-            kept += cell.total - cell.free - (cell.evictable - _num_held(cell))
+            kept += cell.total - cell.open - (cell.evictable - _num_held(cell))
             slots += sizings[level].slots[cell.pool_group]
             if kept > slots:
                 old = [other.total for other in hierarchy.level_cells(level)]

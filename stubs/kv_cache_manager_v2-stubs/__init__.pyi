@@ -57,6 +57,7 @@ from kv_cache_manager_v2.events.records import (
     UniqueToken,
     serialize_events,
 )
+from kv_cache_manager_v2.eviction.admission import AdaptiveAdmission, DiskAdmission, LeavingPage, SecondUse
 from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy, RequestEnd
 from kv_cache_manager_v2.external_pages import ExternalGpuTierConfig, Transfer
@@ -143,6 +144,10 @@ __all__ = [
     "commit_batch",
     "Step",
     "MakeRoom",
+    "AdaptiveAdmission",
+    "DiskAdmission",
+    "LeavingPage",
+    "SecondUse",
     "EvictionOrder",
     "EvictionPolicy",
     "RequestEnd",

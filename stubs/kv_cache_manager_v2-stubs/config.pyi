@@ -10,10 +10,15 @@ so that subclasses of users work on both builds.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, SupportsIndex
+from typing import Final
 
+from kv_cache_manager_v2.eviction.admission import DiskAdmission
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
-from kv_cache_manager_v2.ids import CacheTier, DataRole, LayerId
+from kv_cache_manager_v2.ids import CacheTier
+from kv_cache_manager_v2.layer_config import AttentionLayerConfig as AttentionLayerConfig
+from kv_cache_manager_v2.layer_config import BufferConfig as BufferConfig
+from kv_cache_manager_v2.layer_config import LayerConfig as LayerConfig
+from kv_cache_manager_v2.layer_config import SsmLayerConfig as SsmLayerConfig
 
 MIB: Final[int]
 GIB: Final[int]
@@ -41,6 +46,13 @@ class CacheTierConfig(ABC):
         """The kind of memory, as statistics count it."""
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether a page that is loaded from here leaves a copy of its bytes, to which it can return. Not on level 0."""
+
+    def make_admission(self) -> DiskAdmission | None:
+        """What decides which cached pages come here from the level above, for one manager; None: all of them."""
+
+    @property
     def exact_size(self) -> bool:
         """Whether the size must not be raised to its minimum."""
 
@@ -62,8 +74,18 @@ class GpuCacheTierConfig(CacheTierConfig):
 
 @dataclass
 class HostCacheTierConfig(CacheTierConfig):
-    """Pinned host memory."""
+    """Pinned host memory.
 
+    A cached page that is loaded from here leaves a clean copy of its bytes, unless the tier is `exclusive`. When the page is
+    evicted from the warmer tier again, it returns to that slot and no byte is copied. Copies take part in the order of eviction,
+    and their slots count as free.
+    """
+
+    exclusive: bool = False
+
+    def validate(self) -> None: ...
+    @property
+    def keeps_copies(self) -> bool: ...
     @property
     def tier(self) -> CacheTier: ...
 
@@ -73,78 +95,21 @@ class DiskCacheTierConfig(CacheTierConfig):
 
     A checksum of each page is computed when the page is written, kept in memory, and compared when it is read. If it differs, the
     page is lost: its cached block is dropped, and a request that needs it gets PageDataLostError. `checksum=None` turns this off.
+    Loaded pages leave clean copies, as those of HostCacheTierConfig do. `admission` decides which cached pages are written here if
+    their slots in memory are needed; the others are dropped. See `DiskAdmission` and docs/tiers.md.
     """
 
     path: str
     checksum: str | None = "xxh3"
+    exclusive: bool = False
+    admission: str | Callable[[], DiskAdmission] = "all"
 
     def validate(self) -> None: ...
+    def make_admission(self) -> DiskAdmission | None: ...
+    @property
+    def keeps_copies(self) -> bool: ...
     @property
     def tier(self) -> CacheTier: ...
-
-@dataclass
-class BufferConfig:
-    """One buffer of a layer, and its size for one block."""
-
-    role: DataRole
-    size: int
-    tokens_per_block_override: int | None = None
-
-    def validate(self) -> None: ...
-    def expansion(self, tokens_per_block: SupportsIndex) -> int:
-        """How many of the buffer's own blocks make one block of the manager. Raises ConfigError if they do not divide it evenly."""
-
-@dataclass
-class LayerConfig(ABC):
-    """One layer of the model and its buffers."""
-
-    layer_id: LayerId
-    buffers: Sequence[BufferConfig]
-
-    def validate(self) -> None: ...
-    @property
-    @abstractmethod
-    def window_size(self) -> int | None:
-        """Tokens that a query sees, itself included; None: all."""
-
-    @property
-    def sink_size(self) -> int:
-        """First tokens, which every query sees although they have left the window."""
-
-    @abstractmethod
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[object, ...]:
-        """Layers with equal keys form one layer group. For the kinds in this file: (is attention, window or 0, sink blocks)."""
-
-    def parts(self) -> Sequence[LayerConfig]:
-        """The layer as one layer for each layer group that it belongs to. The first part has `buffers`."""
-
-@dataclass
-class AttentionLayerConfig(LayerConfig):
-    """A layer of full attention, or of sliding-window attention with optional sinks.
-
-    A layer that is recurrent too has `states`. It belongs to two layer groups: that of its attention, and the recurrent one.
-    """
-
-    sliding_window_size: int | None = None
-    num_sink_tokens: int | None = None
-    states: Sequence[BufferConfig] = ()
-
-    def validate(self) -> None: ...
-    @property
-    def window_size(self) -> int | None: ...
-    @property
-    def sink_size(self) -> int: ...
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
-    def parts(self) -> Sequence[LayerConfig]: ...
-
-@dataclass
-class SsmLayerConfig(LayerConfig):
-    """A recurrent layer: one state per request, whatever the request's length."""
-
-    def validate(self) -> None: ...
-    @property
-    def window_size(self) -> int | None: ...
-    def group_key(self, tokens_per_block: SupportsIndex) -> tuple[bool, int, int]: ...
 
 @dataclass
 class KVCacheDesc:

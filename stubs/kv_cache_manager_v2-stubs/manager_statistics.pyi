@@ -70,6 +70,7 @@ class ManagerStatistics(ManagerLayout):
     def free_and_evictable(self, pool_group_id: SupportsIndex = 0, cache_level: SupportsIndex = GPU_LEVEL) -> tuple[int, int]:
         """Slots of a pool group on a level that are free, and those whose pages can be offloaded or dropped. O(1).
 
+        Slots of clean copies count as free.
         Raises ConfigError for a pool group or a level that does not exist.
         """
 

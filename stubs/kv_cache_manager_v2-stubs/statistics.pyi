@@ -139,6 +139,7 @@ class StorageStatistics:
     total: int
     free: int
     evictable: int
+    copies: int = 0
 
     @property
     def available(self) -> int:
@@ -150,11 +151,13 @@ class StorageStatistics:
 class MovementCounters:
     """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
-    moved[life_cycle][source][destination] and dropped[life_cycle][level] count pages; a move within level 0 is a device copy.
+    moved[life_cycle][source][destination], dropped[life_cycle][level] and returned[life_cycle][level] count pages; a move within
+    level 0 is a device copy.
     """
 
     moved: list[list[list[int]]]
     dropped: list[list[int]]
+    returned: list[list[int]]
     lost: list[int]
     adopted: list[int]
     taken_over: list[int]
@@ -168,3 +171,6 @@ class MovementCounters:
 
     def pages_dropped(self, level: SupportsIndex) -> int:
         """Pages dropped from a level, in all life cycles."""
+
+    def pages_returned(self, level: SupportsIndex) -> int:
+        """Pages that were evicted to their clean copies on a level without a byte copied, in all life cycles."""

@@ -29,7 +29,7 @@ from tests.arguments.stubs import (
 from tests.arguments.values import INTEGERS, valid_arguments, wrong
 
 # What we call, and users implement: a call of the seam takes what its manager gives it, and is too hot to be asked.
-SEAMS: Final = ("Driver", "IdentifyingDriver", "CacheListener", "EvictionPolicy", "MakeRoom", "Transfer")
+SEAMS: Final = ("Driver", "IdentifyingDriver", "CacheListener", "DiskAdmission", "EvictionPolicy", "MakeRoom", "Transfer")
 
 # Numbers by which something is named that must be there: that it is not is a LogicError.
 NAMED: Final = frozenset({"stream", "cuda_stream", "address", "nbytes"})
@@ -54,6 +54,7 @@ MADE_BY_US: Final = frozenset(
         "ReuseMatch",
         "Step",
         "RequestEnd",
+        "LeavingPage",
     }
 )
 

@@ -75,9 +75,9 @@ def four_tiers(path: Path, layers: Sequence[LayerConfig] | None = None) -> KVCac
     size = slot_size(8, 4)
     tiers: list[CacheTierConfig] = [
         GpuCacheTierConfig(GRAIN),
-        HostCacheTierConfig(8 * size),
+        HostCacheTierConfig(8 * size, exclusive=True),  # all tiers together have just the slots for all pages
         PlainCacheTierConfig(8 * size),
-        DiskCacheTierConfig(2 * GRAIN, str(path)),
+        DiskCacheTierConfig(2 * GRAIN, str(path), exclusive=True),
     ]
     return model([attention(0, size)] if layers is None else layers, tokens_per_block=4, tiers=tiers, max_util=1.0)
 

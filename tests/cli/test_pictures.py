@@ -31,7 +31,7 @@ def test_a_recorder_counts_what_the_manager_counts() -> None:
     """Every page that leaves a tier has an age; samples are in order, and the last one has all requests and hits."""
     records = [TraceRecord(prompt.length, 0, list(prompt.ids)) for prompt in make_prompts(3, 90, BLOCK, whole_blocks=True)]
     recorder = Recorder(len(records), ["gpu", "host"], BLOCK)
-    capacity = plan_capacity(TIERS, BLOCK, 0, "/tmp")
+    capacity = plan_capacity(TIERS, BLOCK, 0, "/tmp", exclusive=True)
     engine = Engine(capacity, token_source(BLOCK, 0), concurrency=1, decode=False, verify=False, recorder=recorder)
     outcome = engine.run(records, lambda _done: None)
     engine.close()

@@ -184,6 +184,7 @@ class Hunter(Batches):
                 self.outcomes[f"pages moved {source}->{destination}"] += movement.pages_moved(source, destination)
         self.outcomes["pages adopted"] += sum(movement.adopted)
         self.outcomes["pages taken over"] += sum(movement.taken_over)
+        self.outcomes["pages returned to clean copies"] += sum(map(sum, movement.returned))
         self.outcomes["pages lost"] += sum(movement.lost)
 
     def mirror_of_now(self) -> dict[object, dict[int, int]]:

@@ -66,6 +66,9 @@ class Setup:
     text_only: bool
     transfer_timeout: float
     own_streams: float  # share of requests with a stream of their own
+    exclusive_host: bool = False
+    exclusive_disk: bool = False
+    admission: str = "all"  # of the disk tier
     layer_ids: list[list[int]] = field(default_factory=list)  # by group
 
     @property
@@ -75,7 +78,18 @@ class Setup:
     def describe(self) -> str:
         memory = "+".join(f"{size / MIB:g}" for size in (self.gpu, self.host, self.disk) if size)
         habits = [
-            name for name in ("handles_return", "views", "events", "faults", "partial", "min_snapshot") if getattr(self, name)
+            name
+            for name in (
+                "handles_return",
+                "views",
+                "events",
+                "faults",
+                "partial",
+                "min_snapshot",
+                "exclusive_host",
+                "exclusive_disk",
+            )
+            if getattr(self, name)
         ]
         return f"seed {self.seed} {self.schedule} {self.model} blocks of {self.tokens_per_block}, {memory} MiB, {' '.join(habits)}"
 
@@ -114,6 +128,9 @@ def draw(seed: int, schedule: str, model: str | None = None, faults: bool | None
         text_only=rng.random() < 0.5,
         transfer_timeout=timeout,
         own_streams=rng.choice((0.0, 0.3, 1.0)),
+        exclusive_host=rng.random() < 0.3,
+        exclusive_disk=rng.random() < 0.3,
+        admission=rng.choice(("all", "all", "second_use", "adaptive")),
     )
     return replace(setup, **fixed) if fixed else setup  # type: ignore[arg-type]  # fields by name, from the caller
 
@@ -147,9 +164,9 @@ def manager_config(setup: Setup, folder: str) -> KVCacheManagerConfig:
     """The configuration that a setup stands for."""
     tiers: list[CacheTierConfig] = [GpuCacheTierConfig(setup.gpu)]
     if setup.host:
-        tiers.append(HostCacheTierConfig(setup.host))
+        tiers.append(HostCacheTierConfig(setup.host, setup.exclusive_host))
     if setup.disk:
-        tiers.append(DiskCacheTierConfig(setup.disk, folder))
+        tiers.append(DiskCacheTierConfig(setup.disk, folder, exclusive=setup.exclusive_disk, admission=setup.admission))
     layers: list[AttentionLayerConfig | SsmLayerConfig] = []
     for group in setup.groups:
         size = group.slot_bytes // (group.layers * group.roles)

@@ -43,7 +43,7 @@ def configuration(folder: str, window: SlidingWindowSize) -> kvcm.KVCacheManager
     tiers: list[kvcm.CacheTierConfig] = [
         kvcm.GpuCacheTierConfig(64 * MIB),
         kvcm.HostCacheTierConfig(64 * MIB),
-        kvcm.DiskCacheTierConfig(64 * MIB, folder),
+        kvcm.DiskCacheTierConfig(64 * MIB, folder, exclusive=True, admission=KeepSmall),
     ]
     layers = [
         kvcm.AttentionLayerConfig(0, buffers),
@@ -74,6 +74,19 @@ class KeepLong(kvcm.EvictionPolicy):
 
     def class_of(self, end: kvcm.RequestEnd) -> int:
         return 1 if end.num_tokens > 1000 else 0
+
+
+class KeepSmall(kvcm.DiskAdmission):
+    """An admission of the user's own, over those of the package."""
+
+    def __init__(self) -> None:
+        self.others: list[kvcm.DiskAdmission] = [kvcm.SecondUse(), kvcm.AdaptiveAdmission()]
+
+    def admits(self, page: kvcm.LeavingPage) -> bool:
+        return page.nbytes < 4096 or page.uses > 2 or all(other.admits(page) for other in self.others)
+
+    def loaded(self, page: kvcm.LeavingPage) -> None:
+        print(page.reused_blocks, page.complete, page.priority, page.life_cycle)
 
 
 def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> None:

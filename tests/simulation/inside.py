@@ -76,7 +76,7 @@ class Inside:
         hierarchy = self.hierarchy
         cells = hierarchy.all_cells()
         queues = tuple(tuple((page.life_cycle, page.slot, page.priority, page.holds) for page in cell.order()) for cell in cells)
-        slots = tuple((cell.total, cell.free) for cell in cells)
+        slots = tuple((cell.total, cell.open) for cell in cells)
         counters = hierarchy.counters
         return (queues, slots, repr(counters.moved), repr(counters.dropped), repr(counters.lost), self.tree.num_blocks)
 

@@ -24,6 +24,7 @@ OFTEN: Final[tuple[Outcome, ...]] = (  # at least 100 times, whatever the volume
     ("onload", "disk to GPU"),
     ("commit", "adoption"),
     ("commit", "slot take-over"),
+    ("evict", "returned to a clean copy"),
     ("commit", "partial sibling superseded"),
     ("resume", "partial copy"),
     ("fault", "page lost"),

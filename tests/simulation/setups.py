@@ -68,7 +68,7 @@ class Setup:
             f"{self.gpu_slots} GPU slots, {self.schedule} schedule, back-off {config.reuse_match_backoff}, "
             f"partial {config.enable_partial_reuse}, adoption {config.allow_seq_rebasing}, "
             f"snapshots {config.commit_min_snapshot}, at block ends only {config.snapshot_at_block_ends}, "
-            f"resume up to {config.max_util_for_resume}"
+            f"resume up to {config.max_util_for_resume}, colder tiers keep copies {[t.keeps_copies for t in config.cache_tiers]}"
         )
 
 
@@ -90,11 +90,13 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
     slots = max(floor, 2) + random.randrange(1, 7)
     tiers = random.choice(("ghd", "ghd", "ghd", "ghd", "gh", "gd", "g"))
     layers, totals = _layers(random, kinds, size, slots, shape, seed % 2 == 1)
-    pools = sum(len(sizes) for sizes in totals)
+    grains = sum(len(sizes) for sizes in totals) + (2 if shape == "two pool groups" else 0)
+    exclusive = (seed % 7 < 2, seed % 11 < 3)
+    admission = ("all", "all", "second_use", "adaptive")[seed % 13 % 4]
     min_snapshot = "ssm" in shape or shape == "min snapshot"
     config = KVCacheManagerConfig(
         tokens_per_block=size,
-        cache_tiers=_tiers(random, tiers, path, slots, pools + (2 if shape == "two pool groups" else 0), totals),
+        cache_tiers=_tiers(random, tiers, path, slots, grains, totals, exclusive, admission),
         layers=layers,
         max_util_for_resume=random.choice((0.97, 1.0, 0.75)),
         enable_partial_reuse=random.random() < 0.75,
@@ -138,6 +140,7 @@ def plain(
     schedule: str = "eager",
     max_rewind: int | None = None,
     faults: bool = False,
+    exclusive: tuple[bool, bool] = (True, True),
 ) -> Setup:
     """A setup without any draw, for a test that knows what it wants."""
     random = Random(0)
@@ -145,7 +148,7 @@ def plain(
     scratch = SwaScratchReuseConfig(max_rewind) if max_rewind is not None else None
     config = KVCacheManagerConfig(
         tokens_per_block=size,
-        cache_tiers=_tiers(random, tiers, path, slots, sum(len(sizes) for sizes in totals), totals),
+        cache_tiers=_tiers(random, tiers, path, slots, sum(len(sizes) for sizes in totals), totals, exclusive, "all"),
         layers=layers,
         swa_scratch_reuse=scratch,
         commit_min_snapshot=any(kind.recurrent for kind in kinds),
@@ -232,15 +235,25 @@ def _layers(
     return layers, totals
 
 
-def _tiers(random: Random, tiers: str, path: str, slots: int, grains: int, totals: list[list[int]]) -> list[CacheTierConfig]:
+def _tiers(
+    random: Random,
+    tiers: str,
+    path: str,
+    slots: int,
+    grains: int,
+    totals: list[list[int]],
+    exclusive: tuple[bool, bool],
+    admission: str,
+) -> list[CacheTierConfig]:
+    """`exclusive`: of the host and of the disk tier. `admission`: of the disk tier."""
     made: list[CacheTierConfig] = []
     for letter in tiers:
         if letter == "g":
             made.append(GpuCacheTierConfig(GRAIN * grains))
         elif letter == "h":
-            made.append(HostCacheTierConfig(sum(map(sum, totals)) * random.randrange(2, slots + 4)))
+            made.append(HostCacheTierConfig(sum(map(sum, totals)) * random.randrange(2, slots + 4), exclusive[0]))
         else:
-            made.append(DiskCacheTierConfig(GRAIN * grains, path))
+            made.append(DiskCacheTierConfig(GRAIN * grains, path, exclusive=exclusive[1], admission=admission))
     return made
 
 

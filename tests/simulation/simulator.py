@@ -473,6 +473,7 @@ class Simulation:
         counts["fault", "page lost"] += sum(movement.lost)
         counts["commit", "adoption"] += sum(movement.adopted)
         counts["commit", "slot take-over"] += sum(movement.taken_over)
+        counts["evict", "returned to a clean copy"] += sum(map(sum, movement.returned))
         counts["commit", "partial sibling superseded"] += self.world.inside.tree.num_superseded
 
 

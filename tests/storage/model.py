@@ -39,6 +39,7 @@ class Model:
         }
         self.kept: Callable[[int, int], int] = lambda _level, _group: 0  # slots that a file transfer keeps after their page left
         self.dropped = 0
+        self.inclusive = False  # loaded pages leave clean copies
 
     def free(self, level: int, group: int) -> int:
         used = sum(1 for entry in self.entries if (entry.level, entry.group) == (level, group))
@@ -75,7 +76,10 @@ class Model:
     def make_room(
         self, target: int, need: list[int], load: list[Entry], spared: list[Entry], move_held: bool = True
     ) -> tuple[int, int] | None:
-        """(pool group, slots short) if it does not fit, and nothing changes; else None, and it is done."""
+        """(pool group, slots short) if it does not fit, and nothing changes; else None, and it is done.
+
+        With clean copies, whose slots count as free, only the answer is given: which pages move depends on the copies.
+        """
         work = []
         for group in range(self.groups):
             coming = [entry for entry in load if entry.group == group and entry.level > target]
@@ -90,7 +94,7 @@ class Model:
             if goal > 0 and short > 0:
                 return group, short
             work.append((goal, coming, opened, candidates, room))
-        for goal, coming, opened, candidates, room in work:
+        for goal, coming, opened, candidates, room in [] if self.inclusive else work:
             self._carry_out(target, goal, coming, opened, candidates, room)
         return None
 

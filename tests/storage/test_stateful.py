@@ -37,14 +37,18 @@ class HierarchyMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         counts=st.lists(st.sampled_from([0, 1, 2, 2, 3, 3, 4, 5]), min_size=6, max_size=6),
         groups=st.integers(1, 2),
+        inclusive=st.booleans(),
     )
-    def start(self, tiers: str, schedule: str, seed: int, counts: list[int], groups: int) -> None:
+    def start(self, tiers: str, schedule: str, seed: int, counts: list[int], groups: int, inclusive: bool) -> None:
         slots = [[counts[2 * level + group] + (1 if level == 0 else 0) for group in range(groups)] for level in range(len(tiers))]
         sizes = [(24,), (9, 16)][:groups]
-        self.rig = StorageRig(slots, tiers, sizes, schedule, seed, self.directory.name)
+        self.rig = StorageRig(slots, tiers, sizes, schedule, seed, self.directory.name, exclusive=not inclusive)
         self.model = Model(slots, [tier == "d" for tier in tiers])
         self.model.kept = self.kept_slots
+        self.model.inclusive = inclusive
         self.block = FakeBlock("tree")
+        self.partial = FakeBlock("a block to which a request still writes")
+        self.partial.final = False
 
     def kept_slots(self, level: int, group: int) -> int:
         """Slots that their pages have left, and that a file transfer may still write to."""
@@ -149,12 +153,37 @@ class HierarchyMachine(RuleBasedStateMachine):
     def compare_shortage(self, short: tuple[int, int] | None, shortage: object) -> None:
         found = None if shortage is None else (getattr(shortage, "pool_group"), getattr(shortage, "missing"))  # noqa: B009
         assert found == short
+        if self.model.inclusive:
+            self.synchronize_model()
 
     @rule(number=numbers)
     def adopt(self, number: int) -> None:
         if entry := self.pick(number, [e for e in self.model.entries if not e.owned and not e.page.lost]):
-            self.rig_().hierarchy.adopt(entry.page, self.block, 4)
+            self.rig_().hierarchy.adopt(entry.page, self.block if number % 3 else self.partial, 4)
             self.changed(entry, owned=True)
+
+    @rule(number=numbers)
+    def rewrite(self, number: int) -> None:
+        """A request writes to a page of its own, as it does to the tail of its last block."""
+        private = [e for e in self.all(locked=True) if e.page.owner is not self.block and not e.page.lost]
+        if entry := self.pick(number, private):
+            self.values += 1
+            entry.value = self.values
+            self.rig_().stamp(entry.page, self.values)
+
+    @rule(number=numbers, other=numbers)
+    def overwrite(self, number: int, other: int) -> None:
+        entry = self.pick(number, [e for e in self.all(gpu=True, idle=True) if not e.holds])
+        source = self.pick(
+            other, [e for e in self.all(gpu=True) if entry is not None and e is not entry and e.group == entry.group]
+        )
+        if entry is None or source is None:
+            return
+        if self.rig_().hierarchy.overwrite(entry.page, source.page, self.rig_().stream):
+            entry.value = source.value
+            queue = self.model.queues[0, entry.group]
+            queue.remove(entry)
+            self.model.settle(entry)
 
     @rule(number=numbers)
     def unlock(self, number: int) -> None:
@@ -283,6 +312,28 @@ class HierarchyMachine(RuleBasedStateMachine):
                     self.model.settle(entry)
             assert all(e.page.level == level for e in there)
 
+    @rule(number=numbers, count=st.integers(1, 3))
+    def use_again(self, number: int, count: int) -> None:
+        """Requests come for cached pages of colder levels, and end."""
+        for step in range(count):
+            entry = self.pick(number + step, [e for e in self.all() if e.level > 0 and e.owned])
+            if entry is None:
+                return
+            rig = self.rig_()
+            rig.hierarchy.hold(entry.page)
+            self.changed(entry, holds=1)
+            short = self.room(0, [0] * self.model.groups, [entry])
+            shortage = rig.hierarchy.acquire([0] * self.model.groups, [entry.page])
+            self.compare_shortage(short, shortage)
+            if shortage is None:
+                rig.hierarchy.lock_held(entry.page)
+                self.changed(entry, locks=1, holds=-1)
+                rig.hierarchy.unlock(entry.page, rig.timeline.record(rig.stream))
+                self.changed(entry, locks=-1)
+            else:
+                rig.hierarchy.release(entry.page)
+                self.changed(entry, holds=-1)
+
     @rule(number=numbers)
     def copy(self, number: int) -> None:
         rig = self.rig_()
@@ -301,10 +352,12 @@ class HierarchyMachine(RuleBasedStateMachine):
             if not expected and cached and self.model.make_room(level, need, [], spared, False) is None:
                 expected.append(level)
         copy = rig.hierarchy.try_copy(entry.page, 35, rig.stream)
+        if self.model.inclusive:
+            self.synchronize_model()
         if copy is None:
             assert not expected
             return
-        assert copy.level == expected[0]
+        assert copy.level == expected[0] or self.model.inclusive
         rig.pages.append(copy)
         made = Entry(copy, entry.group, 35, entry.value)
         made.locks = 0
@@ -354,6 +407,8 @@ class HierarchyMachine(RuleBasedStateMachine):
             return
         short = self.model.make_room(level, need, [], [])
         assert (short is None) == bool(result)
+        if self.model.inclusive:
+            self.synchronize_model()
         if short is None:
             self.model.slots[level] = counts
         else:

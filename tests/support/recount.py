@@ -110,7 +110,8 @@ class Recount:
         self.pages: list[tuple[Page, int, bool]] | None = None  # cached before the call: (page, level, whether it was in use)
         self.private: list[tuple[Page, int]] = []  # the other pages
         self.spare: list[Page] = []  # those of them that replace a block's page if it is dropped
-        self.moved, self.dropped = self._movement()  # the manager's, before the call
+        self.moved, self.dropped, self.returned = self._movement()  # the manager's, before the call
+        self.copied: dict[int, list[int]] = {}  # by page: the levels that had clean copies of it before the call
         self.peaks: list[list[int]] = []  # available, unavailable, evictable, of each level and pool group
         self._reset_peaks()
 
@@ -242,7 +243,8 @@ class Recount:
             self.pages = [(page, page.level, page.locks + page.holds > 0) for page in pages if page.owner is not None]
             self.private = [(page, page.level) for page in pages if page.owner is None]
             self.spare = [page for pages in self.manager.shared.tree.duplicates.values() for page in pages if page.alive()]
-            self.moved, self.dropped = self._movement()
+            self.copied = {id(page): _levels_of_copies(page) for page in pages}
+            self.moved, self.dropped, self.returned = self._movement()
             self.copies = [0 for _kind in self.kinds]
 
     def look(self) -> None:
@@ -254,12 +256,16 @@ class Recount:
         self.pages = None
 
     def _check_moves(self, cached: list[tuple[Page, int, bool]]) -> None:
-        moved, dropped = self._movement()
+        moved, dropped, returned = self._movement()
         perhaps = [[0] * self.levels for _kind in self.kinds]
         for page, level in [*self.private, *((page, level) for page, level, _in_use in cached)]:
             if page.level != level:
-                self.moved[page.life_cycle][level][page.level] += 1
+                of = page.life_cycle
                 self.moves_seen += 1
+                if page.level in self.copied[id(page)] and returned[of][page.level] > self.returned[of][page.level]:
+                    self.returned[of][page.level] += 1
+                else:
+                    self.moved[of][level][page.level] += 1
         for page, _level, in_use in cached:
             if not page.alive():  # if it was in use, its block may have been removed first: then it ends and is not dropped
                 (perhaps if in_use else self.dropped)[page.life_cycle][page.level] += 1
@@ -269,12 +275,14 @@ class Recount:
         for of in self.attention:
             self.moved[of][0][0] += self.copies[of]
             assert self.moved[of] == moved[of], f"movement of life cycle {of}"
+            assert self.returned[of] == returned[of], f"pages of life cycle {of} that returned to clean copies"
             for least, more, found in zip(self.dropped[of], perhaps[of], dropped[of], strict=True):
                 assert least <= found <= least + more, f"drops of life cycle {of}"
 
-    def _movement(self) -> tuple[list[list[list[int]]], list[list[int]]]:
+    def _movement(self) -> tuple[list[list[list[int]]], list[list[int]], list[list[int]]]:
         movement = self.manager.movement
-        return [[list(row) for row in table] for table in movement.moved], [list(row) for row in movement.dropped]
+        moved = [[list(row) for row in table] for table in movement.moved]
+        return moved, [list(row) for row in movement.dropped], [list(row) for row in movement.returned]
 
     def _slots(self) -> list[list[int]]:
         return [[counts.free + counts.evictable, counts.unavailable, counts.evictable] for counts in all_slot_counts(self.manager)]
@@ -359,3 +367,13 @@ class Recount:
             read = sum(getattr(self.read[of], f"iter_{name}") for of in self.attention)
             assert getattr(totals, name) == getattr(self.committed, name) == read
         assert self.read_tokens == self.tokens
+
+
+def _levels_of_copies(page: Page) -> list[int]:
+    """The levels that have clean copies of a page."""
+    levels = []
+    copy = page.copy
+    while copy is not None:
+        levels.append(copy.level)
+        copy = copy.copy
+    return levels

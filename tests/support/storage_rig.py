@@ -41,6 +41,7 @@ class FakeBlock(PageOwner):
         self.gone: list[Page] = []
         self.moves: list[tuple[int, int]] = []
         self.on_gone: Callable[[Page], None] | None = None
+        self.final = True
 
     def block_key(self) -> bytes:
         return self.name.encode()
@@ -50,6 +51,9 @@ class FakeBlock(PageOwner):
 
     def token_list(self) -> list[int | bytes]:
         return []
+
+    def is_final(self, page: Page) -> bool:
+        return self.final
 
     def page_gone(self, page: Page) -> None:
         self.gone.append(page)
@@ -93,12 +97,13 @@ class StorageRig:
         path: str = "/tmp",
         transfer_timeout: float | None = None,
         wrap: Callable[[EmulatedDriver], Any] | None = None,
+        exclusive: bool = True,
     ) -> None:
-        """`wrap`: what the hierarchy drives instead of the emulated device itself."""
+        """`wrap`: what the hierarchy drives instead of the emulated device itself. `exclusive`: no tier keeps clean copies."""
         made: dict[str, Callable[[], CacheTierConfig]] = {
             "g": lambda: GpuCacheTierConfig(64 << 20),
-            "h": lambda: HostCacheTierConfig(64 << 20),
-            "d": lambda: DiskCacheTierConfig(64 << 20, path),
+            "h": lambda: HostCacheTierConfig(64 << 20, exclusive),
+            "d": lambda: DiskCacheTierConfig(64 << 20, path, exclusive=exclusive),
         }
         self.tier_configs = [made[letter]() for letter in tiers]
         self.driver = EmulatedDriver(schedule, seed, transfer_timeout)
