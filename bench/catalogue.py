@@ -57,6 +57,7 @@ def _rows() -> list[Operation]:
     row("evict a page, 8,000 leaves, statistics off", places.Evict, {"cached": 500}, cached=8000, statistics=False)
     row("evict a page, 1,000,000 leaves", places.Evict, {"cached": 2000}, cached=1_000_000)
     row("push a page down", places.PushDown, {}, tiers=2)
+    row("push a page down to its copy", places.ReturnToCopies, {}, tiers=2)
     row("partial match, 10,000 siblings", places.PartialMatch, {"siblings": 200})
     row("insert beside 10,000 siblings", places.InsertSibling, {"siblings": 200})
     if has_events():

@@ -114,6 +114,45 @@ class PushDown(Work):
         self.bench.close()
 
 
+class ReturnToCopies(Work):
+    """As `PushDown`, of pages that were loaded from the host before and have clean copies there."""
+
+    unit = "page"
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.bench = Bench(setting, 4 * EVICTED, 8 * EVICTED)
+        self.prompts = [prompt_tokens(EVICTED * BLOCK, serial) for serial in range(6)]
+        self.serial = 0
+        self.cache: KVCache | None = None
+        for _turn in range(3 * len(self.prompts)):
+            self._serve_one()
+
+    def _serve_one(self) -> None:
+        self.bench.cache_prompt(self.prompts[self.serial % len(self.prompts)])
+        self.serial += 1
+
+    def before(self) -> None:
+        while self.bench.manager.get_storage_statistics()[0].free >= 1:
+            self._serve_one()
+        self.cache = self.bench.manager.create_kv_cache()
+        assert self.cache.resume(self.bench.stream)
+        self.returned = self.bench.manager.movement.pages_returned(1)
+
+    def run(self) -> int:
+        assert self.cache is not None
+        assert self.cache.resize(EVICTED * BLOCK)
+        return EVICTED
+
+    def after(self) -> None:
+        assert self.cache is not None
+        assert self.bench.manager.movement.pages_returned(1) == self.returned + EVICTED
+        self.cache.close()
+
+    def close(self) -> None:
+        self.bench.close()
+
+
 class _Siblings(Work):
     """One prompt of 256 tokens that goes on in `setting.siblings` ways, each two tokens into its next block."""
 

@@ -64,6 +64,7 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         "--inclusive",
         dest="exclusive",
         action="store_false",
+        default=False,
         help="pages that are loaded leave clean copies on the tier that they come from (the default)",
     )
     copies.add_argument("--exclusive", action="store_true", help="each page is on one tier only")

@@ -83,7 +83,7 @@ def test_tiers_together_find_what_one_list_of_all_their_blocks_finds(
     """What leaves the GPU goes to the host, then to the disk, and only then is dropped; a hit brings it back."""
     prompts = make_prompts(seed, 80, BLOCK, whole_blocks=True)
     tiers = ("--gpu-blocks", 14, "--host-blocks", 10, "--disk-blocks", 14, "--disk-path", tmp_path)
-    report = replay(capsys, write_trace(tmp_path / "t", prompts), "--tokens-per-block", BLOCK, *tiers, "--verify")
+    report = replay(capsys, write_trace(tmp_path / "t", prompts), "--tokens-per-block", BLOCK, *tiers, "--exclusive", "--verify")
     assert report["blocks"] == {"gpu": 14, "host": 10, "disk": 14}
     assert report["whole"] == summary(lru_cache_hits(prompts, BLOCK, BLOCK, 38), prompts)
     assert sum(report["hit_tokens_by_tier"].values()) == report["whole"]["hit_tokens"]
@@ -93,6 +93,22 @@ def test_tiers_together_find_what_one_list_of_all_their_blocks_finds(
     assert report["pages_moved"]["disk"]["gpu"] > 0
     assert report["pages_dropped"] == report["pages_dropped_by_tier"]["disk"] > 0
     assert report["page_mismatches"] == 0
+
+
+@pytest.mark.parametrize("admission", ["all", "second_use", "adaptive"])
+def test_inclusive_tiers_write_less_and_find_right_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admission: str
+) -> None:
+    """Tiers are inclusive unless told otherwise. Pages that come back a second time are not written a second time."""
+    trace = write_trace(tmp_path / "t", make_prompts(1, 80, BLOCK, whole_blocks=True))
+    tiers = ("--gpu-blocks", 14, "--host-blocks", 30, "--disk-blocks", 28, "--disk-path", tmp_path, "--disk-admission", admission)
+    options = (trace, "--tokens-per-block", BLOCK, *tiers, "--verify")
+    default, inclusive, exclusive = [replay(capsys, *options, *option) for option in ((), ("--inclusive",), ("--exclusive",))]
+    assert default["pages_moved"] == inclusive["pages_moved"]
+    assert inclusive["pages_returned"]["host"] > 0
+    assert sum(exclusive["pages_returned"].values()) == 0
+    assert inclusive["pages_moved"]["gpu"]["host"] < exclusive["pages_moved"]["gpu"]["host"]
+    assert inclusive["page_mismatches"] == exclusive["page_mismatches"] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
