@@ -42,6 +42,7 @@ FRESH = {
     "more_recurrent": "one beam",
     "batch_rows": "none",
     "batch_row": "none",
+    "sampled": "it has looked for no prompt",
     "lost": "a request that is lost cannot be forked",
     "loss_reported": "of its own calls",
     "published": "what is committed ahead must be settled first",
