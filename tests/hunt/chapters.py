@@ -359,6 +359,7 @@ class Chapters(CountedEngine):
             self.attempt(None, call, 1)
         self.attempt(None, manager.record_request_suspended)
         self.attempt(None, manager.record_request_resumed)
+        self.attempt(None, manager.restart_hit_curve)
         self.attempt(None, manager.supports_index_mode, 0)
         if self.worker is not None:
             return

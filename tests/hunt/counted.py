@@ -50,6 +50,9 @@ def compact(model: str, schedule: str) -> Setup:
         "gpu": 2 * MIB * len(groups),
         "host": 4 * sum(group.slot_bytes for group in groups),
         "disk": 2 * MIB * pools,
+        "exclusive_host": model == "two pools",
+        "exclusive_disk": model == "hybrid",
+        "admission": "all",
         "tokens_per_block": 4,
         "min_snapshot": STATE in groups,
         "scratch_rewind": 0 if model == "scratch" else None,
@@ -134,6 +137,7 @@ class CountedEngine(Hunter):
     @staticmethod
     def configuration(setup: Setup, folder: str, worker: Worker | None) -> KVCacheManagerConfig:
         config = manager_config(setup, folder)
+        config.hit_curve_rate = 1.0
         if worker is not None:
             config.cache_tiers = [ExternalGpuTierConfig(len(worker.memory) // SLOT, worker), *config.cache_tiers[1:]]
         return config

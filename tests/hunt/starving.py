@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -117,6 +118,8 @@ def child(seed: int, operations: int) -> str:
         signal.alarm(PATIENCE_S)
         try:
             status = run(seed, operations)
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(status)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
