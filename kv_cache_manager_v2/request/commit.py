@@ -17,7 +17,7 @@ from kv_cache_manager_v2.request.block_table import BlockTable
 from kv_cache_manager_v2.request.growth import advance_history
 from kv_cache_manager_v2.request.publication import Publication
 from kv_cache_manager_v2.request.request import ACTIVE, Request
-from kv_cache_manager_v2.request.snapshot import existing_parent, insert_tail, make_snapshot, may_publish, parent_of
+from kv_cache_manager_v2.request.snapshot import existing_parent, insert_tail, make_snapshot, may_publish, note_origin, parent_of
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tokens import TOKEN_BYTES, TokenSequence
 from kv_cache_manager_v2.reuse.tree import BLOCK_EXISTS, BLOCK_NEW
@@ -304,7 +304,7 @@ def _install_pages(
         if outcome != BLOCK_EXISTS or present is None or present.coverage < size:
             if may_publish(request, block):
                 shared.hierarchy.merge_ready(page, point)
-                page.reused_class = request.reused_class
+                note_origin(request, page)
                 if given is None:
                     given = page
                 elif more is None:
@@ -403,7 +403,7 @@ def _publish_tail(request: Request, point: Point) -> Block:
         if present is not None and present.coverage >= covered:
             continue
         shared.hierarchy.merge_ready(page, point)
-        page.reused_class = request.reused_class
+        note_origin(request, page)
         shared.tree.install(block, page, covered)
     return block
 

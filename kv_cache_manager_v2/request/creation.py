@@ -13,7 +13,7 @@ from kv_cache_manager_v2.request.statistics_ledger import PendingStats
 from kv_cache_manager_v2.reuse.match import Match
 from kv_cache_manager_v2.reuse.tokens import TokenSequence
 from kv_cache_manager_v2.statistics import SsmSnapshotIterationStatsDelta
-from kv_cache_manager_v2.storage.page import MAX_REUSED_CLASS, MOST_USES, Page
+from kv_cache_manager_v2.storage.page import MOST_USES, Page
 
 
 def start(request: Request, match: Match, tokens: TokenSequence) -> None:
@@ -36,7 +36,6 @@ def start(request: Request, match: Match, tokens: TokenSequence) -> None:
     request.path = match.blocks[:full]
     request.tail.write(tokens.slice_bytes(full * size, count))
     request.borrowed_tail = count % size != 0
-    request.reused_class = min(full.bit_length(), MAX_REUSED_CLASS)
     if full > 0:
         request.tip = match.blocks[full - 1]
         shared.tree.pin(match.blocks[full - 1])

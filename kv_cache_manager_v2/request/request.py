@@ -117,7 +117,6 @@ class Request:
         self.before_hybrid = 0  # tokens that would have been reused if recurrent layers needed no snapshot
         self.sampled: SampledPath | None = None  # the prompt's sampled blocks, for the live hit curve
         self.cached_tokens_by_level: list[int] = [0] * hierarchy.num_levels
-        self.reused_class = 0  # bit length of the number of blocks that it found in the cache
         self.last_cached_level = -1  # the level to which the last reused token is credited; -1: none was reused
         # Stream.
         self.stream = Stream(0)

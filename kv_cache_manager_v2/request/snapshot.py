@@ -12,7 +12,7 @@ from kv_cache_manager_v2.ids import PRIORITY_DEFAULT
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block
 from kv_cache_manager_v2.reuse.tree import BLOCK_NEW
-from kv_cache_manager_v2.storage.page import Page
+from kv_cache_manager_v2.storage.page import MAX_REUSED_CLASS, Page
 
 
 class Snapshot:
@@ -93,7 +93,7 @@ class Snapshot:
         return True
 
     def _add(self, page: Page, coverage: int) -> None:
-        page.reused_class = self.request.reused_class
+        note_origin(self.request, page)
         self.pages.append(page)
         self.coverages.append(coverage)
 
@@ -151,6 +151,13 @@ def make_snapshot(request: Request, committed: int, beam: int) -> Snapshot | Non
     if request.recurrent is not None:
         priority = request.page_priority((committed - 1) // size, request.recurrent.life_cycle)
     return Snapshot(request, committed // size, committed, beam, priority)
+
+
+def note_origin(request: Request, page: Page) -> None:
+    """Record in a page that the request computed how much it had found in the cache. Only an admission reads it."""
+    if request.shared.hierarchy.counts_uses:
+        blocks = sum(request.cached_tokens_by_level) // request.tokens_per_block
+        page.reused_class = min(blocks.bit_length(), MAX_REUSED_CLASS)
 
 
 def may_publish(request: Request, block: Block) -> bool:

@@ -307,7 +307,8 @@ class Mover:
         self._in_flight.install(batch, pages)
         for page in pages:
             if source is not cell:
-                self._count_move(page, source)
+                if source.level != cell.level:
+                    self._counters.moved[page.life_cycle][source.level][cell.level] += 1
                 self._arrive(page, source)
             elif page.list != PINNED:
                 cell.requeue(page)
@@ -337,7 +338,7 @@ class Mover:
         page.slot = batch.slots[0]
         batch.cell.enter(page)
         self._in_flight.install(batch, [page])
-        self._count_move(page, source)
+        self._counters.moved[page.life_cycle][source.level][batch.cell.level] += 1
         self._arrive(page, source)
 
     def drop_handed_over(self, page: Page) -> None:
@@ -346,10 +347,6 @@ class Mover:
         if page.owner is not None:
             self._counters.dropped[page.life_cycle][page.level] += 1
             self.add_gone(page)
-
-    def _count_move(self, page: Page, source: Cell) -> None:
-        if page.cell.level != source.level:
-            self._counters.moved[page.life_cycle][source.level][page.cell.level] += 1
 
     def _arrive(self, page: Page, source: Cell) -> None:
         cell = page.cell
