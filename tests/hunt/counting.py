@@ -19,7 +19,7 @@ from tests.support.drivers import REFUSALS, RefusingDevice, Strange, refusing_de
 
 FOREVER: Final = 1 << 40
 TIMES: Final = (1, 2, FOREVER)
-NEXT: Final = 4  # so many calls after each point are refused with it
+NEXT: Final = 3  # so many calls after each point are refused with it
 PAGES: Final = 8  # of the external tier
 
 
