@@ -24,7 +24,7 @@ def fork(request: Request, request_id: object) -> Request:
     publication.check_settled(request, "fork()")
     scratch.check_fork(request)
     shared = request.shared
-    if request.history % request.tokens_per_block != 0:
+    if request.tables and request.history % request.tokens_per_block != 0:
         shared.hierarchy.level_cells(GPU_LEVEL)[request.tables[0].pool_group].copier.check()  # the last block will be copied
     point = shared.timeline.record(request.stream) if request.status == ACTIVE else NULL_POINT
     snapshot = _copy_state(request)

@@ -189,6 +189,8 @@ def manager_config(setup: Setup, folder: str) -> KVCacheManagerConfig:
         swa_scratch_reuse=None if setup.scratch_rewind is None else SwaScratchReuseConfig(setup.scratch_rewind),
         commit_min_snapshot=setup.min_snapshot,
         snapshot_at_block_ends=setup.min_snapshot and setup.seed % 3 == 0,
+        snapshot_at_branches=setup.min_snapshot and setup.seed % 2 == 0,
+        hit_curve_rate=(0.0, 0.4, 1.0)[setup.seed % 3],
         text_only=setup.text_only,
         rebalance_min_sampled_kv_caches=20,
         rebalance_cooldown_secs=0.0,

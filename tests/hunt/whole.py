@@ -45,6 +45,9 @@ class WholeManager(RequestGrowth):
             self.attempt(None, manager.probe_reuse, SCOPES[scope], base)
         elif kind == 1:
             self.attempt(None, manager.explain_miss, SCOPES[scope], base)
+            self.attempt(None, manager.explain_hits)
+            if manager.hit_curve_rate > 0:
+                self.attempt(None, manager.hit_curve)
         elif kind == 2:
             self.attempt(None, manager.probe_first_new_block_key, SCOPES[scope], base)
         else:

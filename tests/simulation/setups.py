@@ -104,6 +104,7 @@ def draw(seed: int, path: str, shape: str | None = None, faults: bool | None = N
         swa_scratch_reuse=SwaScratchReuseConfig(random.randrange(0, 4)) if shape == "scratch" else None,
         commit_min_snapshot=min_snapshot,
         snapshot_at_block_ends=min_snapshot and seed % 5 < 2,
+        hit_curve_rate=(0.0, 0.4, 1.0)[seed % 3],
         allow_seq_rebasing=seed % 4 > 0,
         rebalance_min_sampled_kv_caches=3,
         rebalance_cooldown_secs=0.0,
