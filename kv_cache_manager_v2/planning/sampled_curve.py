@@ -24,7 +24,7 @@ from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.planning.sampled_stack import NEVER, SampledStack
 
 HASH_BITS: Final = 31  # of the hash that is compared with the threshold
-KEY_BITS: Final = 32  # of the rest of a key
+KEY_BITS: Final = 31  # of the rest of a key: a key above all others still fits 63 bits
 MOST_BLOCKS: Final = 18_000  # in the sample: it takes 1 MB at most, with all that belongs to it
 FALL: Final = 0.75  # what the rate is multiplied by if the sample is still this full without the blocks out of reach
 LINEAR: Final = 256  # distances below have a bucket each; above, an octave has half as many buckets
