@@ -103,6 +103,7 @@ from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.manager_statistics import StatisticsReading
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.renamed import find_old_paths
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
@@ -119,6 +120,7 @@ from kv_cache_manager_v2.statistics import (
     KVCacheStatsDelta,
     MovementCounters,
     PoolGroupPeakBlockStats,
+    RequestTotals,
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
@@ -232,6 +234,8 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
+    "StatisticsReading",
+    "RequestTotals",
     "HitCurve",
     # why a prompt was not reused further
     "MissCause",

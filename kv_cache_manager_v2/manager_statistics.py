@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import SupportsIndex
+
+from mypy_extensions import mypyc_attr
 
 from kv_cache_manager_v2.arguments import (
     as_given,
@@ -15,7 +18,7 @@ from kv_cache_manager_v2.arguments import (
 )
 from kv_cache_manager_v2.config import KVCacheManagerConfig
 from kv_cache_manager_v2.device.driver import Driver
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.errors import ConfigError, LogicError
 from kv_cache_manager_v2.ids import (
     GPU_LEVEL,
     LifeCycleId,
@@ -24,15 +27,122 @@ from kv_cache_manager_v2.ids import (
 from kv_cache_manager_v2.manager_layout import ManagerLayout
 from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.statistics_ledger import StatisticsLedger
+from kv_cache_manager_v2.reuse.explain_hits import HitsReport
 from kv_cache_manager_v2.statistics import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
+    MovementCounters,
     PoolGroupPeakBlockStats,
+    RequestTotals,
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
 )
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
+
+
+@mypyc_attr(native_class=False)
+@dataclass(frozen=True)
+class StatisticsReading:
+    """Everything that a manager counts, at one moment. Counts since construction never decrease."""
+
+    storage: tuple[tuple[StorageStatistics, ...], ...]  # by level and pool group
+    movement: MovementCounters  # a copy
+    lookups: HitsReport
+    requests: RequestTotals
+    open_requests: int
+    active_requests: int
+    cached_blocks: int  # in the radix tree
+    transfers_in_flight: int  # file transfers that have not ended, or are not settled
+    poisoned: bool
+
+
+class _TwoReaders:
+    """Gives what the ledger counts to readers of changes and to readers of totals.
+
+    The ledger gives each count once. What a reader of totals takes of it is kept for the next reader of changes.
+    """
+
+    def __init__(self, ledger: StatisticsLedger, num_life_cycles: int, num_levels: int) -> None:
+        self._ledger = ledger
+        self._reused = [ReusedBlocksByLevel([0] * num_levels, [0] * num_levels) for _life_cycle in range(num_life_cycles)]
+        self._missed = [0] * num_life_cycles
+        self._tokens = [0] * num_levels
+        self._prefetched = 0
+        self._suspended = 0
+        self._resumed = 0
+        # taken for totals, and not read as changes yet
+        self._kept_iteration: dict[int, KVCacheIterationStatsDelta] = {}
+        self._kept_by_level: dict[int, ReusedBlocksByLevel] = {}
+        self._kept_tokens: list[int] = []
+        self._kept_prefetched = 0
+        self._kept_suspended = 0
+        self._kept_resumed = 0
+
+    def take_iteration(self) -> dict[int, KVCacheIterationStatsDelta]:
+        taken = self._ledger.take_iteration()
+        for index, delta in taken.items():
+            self._missed[index] += delta.iter_missed_blocks
+        kept = self._kept_iteration
+        if not kept:
+            return taken
+        self._kept_iteration = {}
+        for index, delta in taken.items():
+            if index in kept:
+                kept[index].add(delta)
+            else:
+                kept[index] = delta
+        return kept
+
+    def take_by_level(self) -> dict[int, ReusedBlocksByLevel]:
+        taken = self._ledger.take_by_level()
+        for index, table in taken.items():
+            self._reused[index].add(table)
+        kept = self._kept_by_level
+        if not kept:
+            return taken
+        self._kept_by_level = {}
+        for index, table in taken.items():
+            if index in kept:
+                kept[index].add(table)
+            else:
+                kept[index] = table
+        return kept
+
+    def take_tokens_by_level(self) -> list[int]:
+        taken = self._ledger.take_tokens_by_level()
+        for level, count in enumerate(taken):
+            self._tokens[level] += count
+        for level, count in enumerate(self._kept_tokens):
+            taken[level] += count
+        self._kept_tokens = []
+        return taken
+
+    def take_disk_prefetched(self) -> int:
+        taken = self._ledger.take_disk_prefetched()
+        self._prefetched += taken
+        taken += self._kept_prefetched
+        self._kept_prefetched = 0
+        return taken
+
+    def take_suspend_resume(self) -> tuple[int, int]:
+        suspended, resumed = self._ledger.take_suspend_resume()
+        self._suspended += suspended
+        self._resumed += resumed
+        taken = (suspended + self._kept_suspended, resumed + self._kept_resumed)
+        self._kept_suspended = 0
+        self._kept_resumed = 0
+        return taken
+
+    def totals(self) -> RequestTotals:
+        """All counts since construction, as a copy. The next reader of changes misses nothing."""
+        self._kept_iteration = self.take_iteration()
+        self._kept_by_level = self.take_by_level()
+        self._kept_tokens = self.take_tokens_by_level()
+        self._kept_prefetched = self.take_disk_prefetched()
+        self._kept_suspended, self._kept_resumed = self.take_suspend_resume()
+        reused = [ReusedBlocksByLevel(list(table.full), list(table.partial)) for table in self._reused]
+        return RequestTotals(reused, list(self._missed), list(self._tokens), self._prefetched, self._suspended, self._resumed)
 
 
 class ManagerStatistics(ManagerLayout):
@@ -41,6 +151,30 @@ class ManagerStatistics(ManagerLayout):
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None:
         super().__init__(config, driver, hierarchy, shared)
         self._ledger: StatisticsLedger = shared.ledger
+        self._readers = _TwoReaders(shared.ledger, self._layout.num_life_cycles, hierarchy.num_levels)
+
+    def read_statistics(self) -> StatisticsReading:
+        """Everything that the manager counts, read at one moment. Resets nothing, and settles no transfer.
+
+        For a metrics endpoint: any thread may call it. The lock is held once, for a time that does not depend on the number of
+        blocks: O(levels x (levels x life cycles + pool groups)). Raises LogicError after `shutdown()`.
+        """
+        shared = self._shared
+        hierarchy = self._hierarchy
+        with shared.lock:
+            if shared.refusal and not shared.poison:
+                raise LogicError(f"read_statistics(): {shared.refusal}")
+            return StatisticsReading(
+                tuple([tuple(self.get_storage_statistics(level)) for level in range(hierarchy.num_levels)]),
+                hierarchy.counters.copy(),
+                shared.losses.report(),
+                self._readers.totals(),
+                len(shared.open),
+                shared.num_active,
+                shared.tree.num_blocks,
+                hierarchy.transfers_in_flight,
+                shared.poison != "",
+            )
 
     def get_committed_stats(self) -> KVCacheStatsDelta:
         """Totals since construction: counts that requests committed, and loads from colder tiers, of attention layers.
@@ -56,7 +190,7 @@ class ManagerStatistics(ManagerLayout):
         Life cycles without changes are omitted.
         """
         with self._shared.lock:
-            return {LifeCycleId(index): delta for index, delta in self._ledger.take_iteration().items()}
+            return {LifeCycleId(index): delta for index, delta in self._readers.take_iteration().items()}
 
     def get_and_reset_ssm_snapshot_iteration_stats(self) -> dict[LifeCycleId, SsmSnapshotIterationStatsDelta]:
         """Snapshot look-ups since the last call, by life cycle."""
@@ -71,17 +205,17 @@ class ManagerStatistics(ManagerLayout):
     def get_and_reset_iteration_reused_blocks_by_level(self) -> dict[LifeCycleId, ReusedBlocksByLevel]:
         """Reused blocks since the last call, by life cycle and by the level on which each page was found."""
         with self._shared.lock:
-            return {LifeCycleId(index): table for index, table in self._ledger.take_by_level().items()}
+            return {LifeCycleId(index): table for index, table in self._readers.take_by_level().items()}
 
     def get_and_reset_iteration_cached_tokens_by_level(self) -> list[int]:
         """Reused tokens since the last call, by the coldest level of each block's pages."""
         with self._shared.lock:
-            return self._ledger.take_tokens_by_level()
+            return self._readers.take_tokens_by_level()
 
     def get_and_reset_iteration_disk_prefetch_blocks(self) -> int:
         """Pages that `prefetch` moved from disk to host memory since the last call."""
         with self._shared.lock:
-            return self._ledger.take_disk_prefetched()
+            return self._readers.take_disk_prefetched()
 
     def get_and_reset_iteration_peak_block_stats(
         self, cache_level: SupportsIndex = GPU_LEVEL, level: SupportsIndex | None = None
@@ -98,7 +232,7 @@ class ManagerStatistics(ManagerLayout):
     def get_and_reset_iteration_suspend_resume_stats(self) -> tuple[int, int]:
         """(suspensions, resumes without first resumes) since the last call."""
         with self._shared.lock:
-            return self._ledger.take_suspend_resume()
+            return self._readers.take_suspend_resume()
 
     def record_request_suspended(self) -> None:
         """Count a suspension that the engine made without `KVCache.suspend`."""

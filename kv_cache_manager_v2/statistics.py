@@ -7,6 +7,7 @@ counted per attention life cycle and beam: one block of a model with two life cy
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Final, SupportsIndex, TypeVar
 
@@ -203,6 +204,19 @@ class StorageStatistics:
         return self.total - self.available
 
 
+@mypyc_attr(native_class=False)
+@dataclass
+class RequestTotals:
+    """What the requests of a manager have committed since construction. Totals never decrease, whoever resets other counts."""
+
+    reused_blocks: list[ReusedBlocksByLevel]  # by life cycle
+    missed_blocks: list[int]  # by life cycle: blocks of prompts that had to be computed
+    cached_tokens_by_level: list[int]  # reused tokens, by the coldest level of each block's pages
+    disk_prefetched_blocks: int = 0  # pages that `prefetch` moved from disk to host memory
+    suspensions: int = 0
+    resumes: int = 0  # without first resumes
+
+
 class MovementCounters:
     """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
@@ -226,6 +240,10 @@ class MovementCounters:
         tables = ([[list(row) for row in table] for table in self.moved], [list(row) for row in self.dropped])
         returned = [list(row) for row in self.returned]
         return _movement, (*tables, list(self.lost), list(self.adopted), list(self.taken_over), returned)
+
+    def copy(self) -> MovementCounters:
+        """The counts so far, which do not change."""
+        return copy(self)
 
     def __repr__(self) -> str:
         levels = range(len(self.dropped[0]) if self.dropped else 0)

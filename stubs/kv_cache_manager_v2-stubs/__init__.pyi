@@ -98,6 +98,7 @@ from kv_cache_manager_v2.layout.pools import BufferId, CoalescedBuffer, PoolDesc
 from kv_cache_manager_v2.listener import CacheListener
 from kv_cache_manager_v2.make_room import MakeRoom
 from kv_cache_manager_v2.manager import KVCacheManager
+from kv_cache_manager_v2.manager_statistics import StatisticsReading
 from kv_cache_manager_v2.planning.hit_curve import HitCurve
 from kv_cache_manager_v2.request.planned_drop import PlannedDropHandle
 from kv_cache_manager_v2.request.request import CacheStatus
@@ -113,6 +114,7 @@ from kv_cache_manager_v2.statistics import (
     KVCacheStatsDelta,
     MovementCounters,
     PoolGroupPeakBlockStats,
+    RequestTotals,
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
@@ -216,6 +218,8 @@ __all__ = [
     "ReusedBlocksByLevel",
     "SsmSnapshotIterationStatsDelta",
     "StorageStatistics",
+    "StatisticsReading",
+    "RequestTotals",
     "HitCurve",
     "MissCause",
     "MatchLimits",

@@ -2,6 +2,7 @@
 `get_and_reset_...`."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import SupportsIndex
 
 from kv_cache_manager_v2.config import KVCacheManagerConfig
@@ -9,20 +10,44 @@ from kv_cache_manager_v2.device.driver import Driver
 from kv_cache_manager_v2.ids import GPU_LEVEL, LifeCycleId, PoolGroupId
 from kv_cache_manager_v2.manager_layout import ManagerLayout
 from kv_cache_manager_v2.request.manager_state import ManagerState
+from kv_cache_manager_v2.reuse.explain_hits import HitsReport
 from kv_cache_manager_v2.statistics import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
+    MovementCounters,
     PoolGroupPeakBlockStats,
+    RequestTotals,
     ReusedBlocksByLevel,
     SsmSnapshotIterationStatsDelta,
     StorageStatistics,
 )
 from kv_cache_manager_v2.storage.hierarchy import Hierarchy
 
+@dataclass(frozen=True)
+class StatisticsReading:
+    """Everything that a manager counts, at one moment. Counts since construction never decrease."""
+
+    storage: tuple[tuple[StorageStatistics, ...], ...]
+    movement: MovementCounters
+    lookups: HitsReport
+    requests: RequestTotals
+    open_requests: int
+    active_requests: int
+    cached_blocks: int
+    transfers_in_flight: int
+    poisoned: bool
+
 class ManagerStatistics(ManagerLayout):
     """The part of `KVCacheManager` that has its statistics: totals, changes since the last reading, and slot counts."""
 
     def __init__(self, config: KVCacheManagerConfig, driver: Driver, hierarchy: Hierarchy, shared: ManagerState) -> None: ...
+    def read_statistics(self) -> StatisticsReading:
+        """Everything that the manager counts, read at one moment. Resets nothing, and settles no transfer.
+
+        For a metrics endpoint: any thread may call it. The lock is held once, for a time that does not depend on the number of
+        blocks: O(levels x (levels x life cycles + pool groups)). Raises LogicError after `shutdown()`.
+        """
+
     def get_committed_stats(self) -> KVCacheStatsDelta:
         """Totals since construction: counts that requests committed, and loads from colder tiers, of attention layers.
 

@@ -148,6 +148,17 @@ class StorageStatistics:
     @property
     def unavailable(self) -> int: ...
 
+@dataclass
+class RequestTotals:
+    """What the requests of a manager have committed since construction. Totals never decrease, whoever resets other counts."""
+
+    reused_blocks: list[ReusedBlocksByLevel]
+    missed_blocks: list[int]
+    cached_tokens_by_level: list[int]
+    disk_prefetched_blocks: int = 0
+    suspensions: int = 0
+    resumes: int = 0
+
 class MovementCounters:
     """Pages moved between levels, dropped, lost and shared, per life cycle. Counts never decrease.
 
@@ -165,6 +176,9 @@ class MovementCounters:
     def __init__(self, num_life_cycles: int = 0, num_levels: int = 0) -> None: ...
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles have the counts so far, and do not change."""
+
+    def copy(self) -> MovementCounters:
+        """The counts so far, which do not change."""
 
     def pages_moved(self, source: SupportsIndex, destination: SupportsIndex) -> int:
         """Pages moved from one level to another, in all life cycles."""

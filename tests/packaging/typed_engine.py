@@ -182,6 +182,9 @@ def numbers(manager: kvcm.KVCacheManager) -> None:
     snapshots: dict[LifeCycleId, kvcm.SsmSnapshotIterationStatsDelta] = manager.get_and_reset_ssm_snapshot_iteration_stats()
     by_level: dict[LifeCycleId, kvcm.ReusedBlocksByLevel] = manager.get_and_reset_iteration_reused_blocks_by_level()
     movement: kvcm.MovementCounters = manager.movement
+    reading: kvcm.StatisticsReading = manager.read_statistics()
+    totals: kvcm.RequestTotals = reading.requests
+    assert len(totals.cached_tokens_by_level) == len(reading.storage)
     assert storage
     assert peaks
     assert movement is not None
