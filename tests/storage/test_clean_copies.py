@@ -9,7 +9,9 @@ import pytest
 
 from kv_cache_manager_v2.storage.page import Page
 from tests.storage.test_stateful import HierarchyMachine
-from tests.support.storage_rig import FakeBlock, StorageRig, resize_level, settle_all
+from tests.support.models import small
+from tests.support.rig import Rig, toks
+from tests.support.storage_rig import FakeBlock, StorageRig, pattern, resize_level, settle_all
 
 
 def evict_all(rig: StorageRig) -> None:
@@ -204,6 +206,66 @@ def test_the_slot_of_a_copy_is_overwritten_only_after_the_load_has_read_it() -> 
     rig.expect(page, 1)
     rig.expect(last, 3)
     rig.close()
+
+
+def test_work_on_a_page_that_returns_keeps_both_of_its_slots() -> None:
+    """The load and the engine's read are queued; the page returns and is dropped; then others get its slots."""
+    rig = StorageRig([[1], [1]], exclusive=False)
+    page = rig.cached(1)
+    evict_all(rig)
+    other = rig.new(2)
+    gate = rig.driver.gate(rig.stream)
+    rig.hierarchy.unlock(other, rig.timeline.record(rig.stream))  # its slot is free behind the gate
+    use(rig, page)
+    seen: list[bytes] = []
+    rig.driver.launch(rig.stream, lambda: seen.append(rig.driver.read_bytes(address, 96)))
+    address = rig.hierarchy.slot_address(0, 0, 0, page.slot)
+    page.ready = rig.timeline.record(rig.stream)
+    last = rig.new()
+    assert page.level == 1
+    assert rig.counters.pages_returned(1) == 1
+    assert not rig.timeline.done(last.ready), "the engine still reads the slot"
+    rig.hierarchy.drop(page)
+    rig.hierarchy.hold_locked(last, last.ready)
+    assert rig.hierarchy.acquire([1], []) is None
+    assert not rig.timeline.done(last.ready), "the slot is still to be read by the load"
+    gate.open()
+    rig.driver.synchronize()
+    assert seen == [pattern(1, 0, 96)]
+    rig.close()
+
+
+def test_a_page_that_is_loaded_leaves_no_copy_if_a_held_page_needs_the_slot() -> None:
+    rig = StorageRig([[1], [1]], exclusive=False)
+    page = rig.cached(1)
+    evict_all(rig)
+    held = rig.held(2)
+    rig.hierarchy.hold(page)
+    assert rig.hierarchy.acquire([0], [page]) is None
+    assert (page.level, held.level, copies(rig)) == (0, 1, 0)
+    rig.check()
+    rig.expect(page, 1)
+    rig.expect(held, 2)
+    rig.close()
+
+
+def test_the_tail_to_which_a_request_still_writes_leaves_no_copy() -> None:
+    """Its committed part is cached; the request goes on to write past it, between two times on the host."""
+    with Rig(small(4, host_slots=8)) as rig:
+        request = rig.start()
+        assert request.advance(toks(0, 6))
+        request.cache.stop_committing()
+        for token in (6, 7):
+            request.suspend()
+            rig.take(4).close()
+            assert rig.manager.movement.pages_moved(0, 1) > 0
+            assert request.resume()
+            request.check()
+            assert request.advance([token], commit=False)
+        request.suspend()
+        rig.take(4).close()
+        assert request.resume()
+        request.check()
 
 
 def test_a_level_that_shrinks_discards_its_copies_first() -> None:
