@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from bench import places, prompts, steps
+from bench import places, prompts, scrapes, steps
 from bench.setting import Setting, has_events
 from bench.work import Work
 
@@ -63,6 +63,9 @@ def _rows() -> list[Operation]:
     if has_events():
         row("commit cold, events pending", prompts.CommitWithEvents, _SHORT, events=True)
         row("commit cold, flush, drain", prompts.CommitFlushDrain, _SHORT, events=True)
+    row("read the statistics, 1,000,000 blocks", scrapes.ReadStatistics, {"cached": 2000}, cached=1_000_000, tiers=2)
+    if scrapes.has_metrics():
+        row("scrape the metrics, 1,000,000 blocks", scrapes.Scrape, {"cached": 2000}, cached=1_000_000, tiers=2)
     row("full collection, 1,000,000 blocks", steps.Collection, {"cached": 5000}, cached=1_000_000)
     row("full collection, 1,000,000 blocks, frozen", steps.CollectionFrozen, {"cached": 5000}, cached=1_000_000)
     shrunk: dict[str, object] = {"cached": 5000, "requests": 10}
