@@ -271,7 +271,7 @@ class KVCacheManagerConfig:
     hit_curve_rate: float = 0.0  # share of the blocks that `hit_curve` samples, such as 0.1; 0: there is no curve
     snapshot_at_block_ends: bool = False  # with commit_min_snapshot: a commit that ends inside a block makes no snapshot
     snapshot_at_branches: bool = False  # with commit_min_snapshot: `prefill_end` stops where a prompt leaves the cached ones, too
-    eviction_policy: str | Callable[[], EvictionPolicy] = "lru"  # a name, or what makes a policy, such as its class
+    eviction_policy: str | Callable[[], EvictionPolicy] = "hints"  # or "lru", "adaptive", or what makes a policy, such as its class
 
     def __post_init__(self) -> None:
         self.validate()

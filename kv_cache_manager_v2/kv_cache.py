@@ -20,12 +20,14 @@ from kv_cache_manager_v2.arguments import (
     instance_or_none,
     renamed,
     request_id,
+    text,
     unsigned,
     unsigned_or_none,
     whole,
     whole_or_none,
 )
 from kv_cache_manager_v2.errors import ConfigError, CorruptedError, KVCacheError, LogicError, OutOfPagesError
+from kv_cache_manager_v2.eviction.policy import EXPECTATIONS
 from kv_cache_manager_v2.ids import NULL_POINT, Stream
 from kv_cache_manager_v2.make_room import MakeRoom, try_again
 from kv_cache_manager_v2.page_index_views import PageIndexViews
@@ -429,18 +431,23 @@ class KVCache(PageIndexViews):
         with self._shared.lock, Call(self._shared, "is_loaded"):
             return residency.is_loaded(self._state)
 
-    def close(self) -> None:
+    def close(self, expect: str | None = None) -> None:
         """End the request: committed blocks stay cached, all other pages are freed. Idempotent, in any state.
+
+        `expect`: "more" if its conversation goes on, "end" if this was its last request, None if that is not known. The eviction
+        policy learns how often that is right: docs/eviction_policies.md. Raises ConfigError for anything else.
 
         Raises PageDataLostError, with the cache closed, if the request has computed with bytes lost by a failed load and no other
         call has raised it. On a poisoned manager only the handle is closed: `shutdown()` frees the pages.
         """
         state = self._state
+        if expect is not None and text(expect, "expect") not in EXPECTATIONS:
+            raise ConfigError(f"expect is {expect!r}; it must be one of {', '.join(EXPECTATIONS)}, or None if that is not known")
         if state.status == CLOSED:
             return
         try:
             with self._shared.lock, Call(self._shared, "close()"):
-                residency.close(state)
+                residency.close(state, expect)
         except CorruptedError:
             if state.status == CLOSED:
                 raise

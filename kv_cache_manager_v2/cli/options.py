@@ -198,6 +198,14 @@ def natural(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to 1, for argparse."""
+    value = number(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
 def positive_number(text: str) -> float:
     """Parse a positive finite number, for argparse."""
     value = number(text)

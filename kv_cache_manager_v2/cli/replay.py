@@ -17,6 +17,7 @@ from kv_cache_manager_v2.build import COMPILED
 from kv_cache_manager_v2.cli import options as shared
 from kv_cache_manager_v2.cli.capacity import TierBlocks, plan_capacity
 from kv_cache_manager_v2.cli.contents import FINGERPRINT_BYTES, token_source
+from kv_cache_manager_v2.cli.hints import add_policy_options, expectations
 from kv_cache_manager_v2.cli.pictures import FORMATS, draw_replay, open_outputs
 from kv_cache_manager_v2.cli.progress import progress_bar
 from kv_cache_manager_v2.cli.recording import Recorder
@@ -75,6 +76,7 @@ def add_parser(tools: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help="most requests open at once (default: %(default)s)",
     )
+    add_policy_options(parser)
     parser.add_argument("--decode", action="store_true", help="also generate output_length tokens for each request, one at a time")
     parser.add_argument(
         "--verify", action="store_true", help="write a fingerprint of its tokens to each page and compare it at each reuse"
@@ -141,7 +143,17 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
     )
     source = token_source(trace.block_size, options.seed)
     recorder = None if picture is None else Recorder(len(trace.records), capacity.tier_names, options.tokens_per_block)
-    engine = Engine(capacity, source, concurrency=concurrency, decode=options.decode, verify=options.verify, recorder=recorder)
+    capacity.config.eviction_policy = options.policy
+    right = 1.0 if options.hints_right is None else options.hints_right
+    engine = Engine(
+        capacity,
+        source,
+        concurrency=concurrency,
+        decode=options.decode,
+        verify=options.verify,
+        recorder=recorder,
+        expects=expectations(trace.records, right, options.seed) if options.policy == "hints" else [],
+    )
     try:
         with progress_bar("replay", len(trace.records)) as progress:
             outcome = engine.run(trace.records, progress)
@@ -160,6 +172,8 @@ def _replay(options: argparse.Namespace, output: ReportOutput, picture: ReportOu
         options.seed,
         options.exclusive,
         options.disk_admission,
+        options.policy,
+        right if options.policy == "hints" else None,
         "compiled" if COMPILED else "interpreted",
         options.model_shape,
     )
@@ -176,6 +190,8 @@ def _check_options(options: argparse.Namespace) -> None:
     """Check what argparse cannot; an error ends the program with a message."""
     parser: argparse.ArgumentParser = options.parser
     shared.check_tiers(options)
+    if options.hints_right is not None and options.policy != "hints":
+        parser.error("--hints-right has no effect without --policy hints")
     in_gib = any(getattr(options, f"{name}_gib") is not None for name, _tier in shared.TIERS)
     if options.bytes_per_token is not None and not in_gib and options.plot is None:
         parser.error("--bytes-per-token has no effect without --gpu-gib, --host-gib, --disk-gib or --plot")

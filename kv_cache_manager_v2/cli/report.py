@@ -32,6 +32,8 @@ class Settings:
     seed: int
     exclusive: bool
     disk_admission: str
+    policy: str
+    hints_right: float | None  # None without hints
     build: str  # "compiled" or "interpreted"
     shape: ModelShape | None  # for the work in FLOPs
 
@@ -61,6 +63,8 @@ def make_report(settings: Settings, trace: Trace, capacity: Capacity, outcome: O
         "seed": settings.seed,
         "exclusive": settings.exclusive,
         "disk_admission": settings.disk_admission,
+        "policy": settings.policy,
+        "hints_right": settings.hints_right,
         "requests": len(totals),
         "skipped_requests": len(outcome.skipped),
         **bad_lines_of(trace),
@@ -135,6 +139,7 @@ def to_table(report: dict[str, Any]) -> str:
         ("blocks", ", ".join(f"{name} {number(count)}" for name, count in report["blocks"].items())),
         *([] if report["states"] is None else [("slots of recurrent states", number(report["states"]))]),
         ("requests open at once", number(report["concurrency"])),
+        ("eviction policy", _policy(report)),
         ("", ""),
         ("requests", number(report["requests"])),
         ("requests that cannot fit", number(report["skipped_requests"])),
@@ -176,6 +181,11 @@ def to_table(report: dict[str, Any]) -> str:
         ("build", str(report["build"])),
     ]
     return to_columns(rows)
+
+
+def _policy(report: dict[str, Any]) -> str:
+    right = report["hints_right"]
+    return str(report["policy"]) if right is None else f"{report['policy']}, {right:.0%} of them right"
 
 
 def to_columns(rows: Sequence[tuple[str, str]]) -> str:

@@ -76,12 +76,15 @@ class Engine:
         decode: bool,
         verify: bool,
         recorder: Recorder | None = None,
+        expects: Sequence[str] = (),
     ) -> None:
+        """`expects`: for each record, "more" or "end": what the engine says when it is done; empty if it says nothing."""
         self._driver = EmulatedDriver()
         self._manager = KVCacheManager(capacity.config, recorder, driver=self._driver)
         self._recorder = recorder
         self._stream = self._driver.create_stream()
         self._source = source
+        self._expects = expects
         self._concurrency = concurrency  # most requests open at once
         self._decode = decode
         self._snapshot_every = capacity.layers.snapshot_every  # tokens; None: no layer needs snapshots, or they are taken by prompt
@@ -180,10 +183,10 @@ class Engine:
     def _end(self, position: int) -> None:
         """Close one running request. Its pages stay cached."""
         self._check(position)
-        del self._open[position]
+        request = self._open.pop(position)
         self._num_running -= 1
         self._crowded = False
-        self._caches.pop(position).close()
+        self._caches.pop(position).close(self._expects[request.index] if self._expects else None)
 
     # --- the work of a step
 

@@ -7,9 +7,14 @@ from typing import Final
 
 from kv_cache_manager_v2.arguments import instance, shown
 from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.eviction.adaptive import AdaptivePolicy, HintsPolicy
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
 
-POLICIES: Final = {"lru": EvictionPolicy}  # by name
+POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {
+    "lru": EvictionPolicy,
+    "hints": HintsPolicy,
+    "adaptive": AdaptivePolicy,
+}
 
 
 def check_policy(wanted: object) -> None:

@@ -29,6 +29,7 @@ class EvictionOrder:
     def __init__(self, credits: Integers = (0,), usual: SupportsIndex = 0) -> None:
         """`credits`: of each class, in pages, from 0 to 2**48. `usual`: the class of pages of which the policy says nothing."""
         self.clock: int = 0  # pages that became evictable so far, in all cells
+        self.uniform: bool = True  # whether all pages are of the usual class
         self.credits: list[int] = _checked(credits)
         self.classes: i64 = len(self.credits)
         self.usual: int = at_least(usual, "usual", 0)

@@ -13,17 +13,25 @@ from typing import Final
 from kv_cache_manager_v2.arguments import whole
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.eviction.policy import RequestEnd
+from kv_cache_manager_v2.request.manager_state import ManagerState
 from kv_cache_manager_v2.request.request import Request
 from kv_cache_manager_v2.reuse.block import Block, as_block
 
 _log: Final = logging.getLogger(__name__)
 
 
-def class_of(request: Request) -> int:
-    """Ask the policy for the class of the request's blocks. Called before anything changes."""
+def class_of(request: Request, expect: str | None) -> int:
+    """Ask the policy for the class of the request's blocks; -1 if it is not asked. Called before anything changes.
+
+    `expect`: what the engine says about the conversation.
+    """
     shared = request.shared
     policy = shared.eviction_policy
-    end = RequestEnd(request.committed, len(request.path), sum(request.cached_tokens_by_level))
+    if expect is None and not policy.listens:
+        return -1
+    blocks = [block.tokens for block in request.path]
+    reused = sum(request.cached_tokens_by_level)
+    end = RequestEnd(request.committed, reused, request.scope.data, blocks, expect, _capacity(shared))
     ask: Callable[[RequestEnd], object] = policy.class_of
     shared.calling_out = True
     try:
@@ -38,8 +46,24 @@ def class_of(request: Request) -> int:
         shared.calling_out = False
 
 
+def _capacity(shared: ManagerState) -> int:
+    """Blocks that fit all levels together, in the pool group that has room for the most: others keep windows only."""
+    hierarchy = shared.hierarchy
+    most = 0
+    for group, tables in enumerate(shared.tables_in_group):
+        if tables > 0:
+            slots = sum([hierarchy.total(level, group) for level in range(hierarchy.num_levels)])
+            most = max(most, slots // tables)
+    return most
+
+
 def set_class(request: Request, worth: int) -> None:
     """Give the cached blocks of a request that ends a class, from the last block to the first. O(blocks x life cycles)."""
+    order = request.shared.eviction_policy.order
+    if order.uniform:
+        if worth == order.usual:
+            return
+        order.uniform = False
     blocks = request.path
     last = _partial_block(request)
     if last is not None:

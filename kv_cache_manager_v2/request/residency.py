@@ -318,14 +318,17 @@ def prefetch(request: Request, level: int) -> bool:
     return shortage is None
 
 
-def close(request: Request) -> None:
-    """Add the committed pages to the tree and end the use of every page, from the last block to the first. Idempotent."""
+def close(request: Request, expect: str | None = None) -> None:
+    """Add the committed pages to the tree and end the use of every page, from the last block to the first. Idempotent.
+
+    `expect`: "more" or "end", what the engine says about the conversation; None if it says nothing.
+    """
     if request.status == CLOSED:
         return
     shared = request.shared
     point = NULL_POINT
     recorded = True
-    worth = -1 if shared.eviction_policy.order.classes == 1 else ending.class_of(request)
+    worth = ending.class_of(request, expect)
     if request.loads is not None:
         request.check_transfers()
     if request.status == ACTIVE:

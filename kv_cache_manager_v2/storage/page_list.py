@@ -202,6 +202,7 @@ class PageQueue:
         self.length = 0
         self._eviction = eviction
         self._classes = eviction.classes
+        self._usual: i64 = eviction.usual
         self._lists: list[PageList | None] = [None] * ((PRIORITY_MAX + 1) * eviction.classes)  # by priority, then by class
         self._lowest = PRIORITY_MAX + 1  # no list of a lower priority has pages
 
@@ -247,7 +248,7 @@ class PageQueue:
         """
         after = page.after
         assert after is not None
-        if self._classes == 1:
+        if self._eviction.uniform:
             if after.life_cycle >= 0:
                 return after
         else:
@@ -266,8 +267,8 @@ class PageQueue:
 
     def _front(self, priority: int) -> Page | None:
         """The next page to be evicted of one priority; None if it has no pages."""
-        if self._classes == 1:
-            pages = self._lists[priority]
+        if self._eviction.uniform:
+            pages = self._lists[i64(priority) * self._classes + self._usual]
             return pages.end.after if pages is not None and pages.end.after is not pages.end else None
         return self._eviction_first(self._fronts(priority))
 

@@ -57,6 +57,7 @@ from kv_cache_manager_v2.events.records import (
     UniqueToken,
     serialize_events,
 )
+from kv_cache_manager_v2.eviction.adaptive import AdaptivePolicy, HintsPolicy
 from kv_cache_manager_v2.eviction.admission import AdaptiveAdmission, DiskAdmission, LeavingPage, SecondUse
 from kv_cache_manager_v2.eviction.order import EvictionOrder
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy, RequestEnd
@@ -153,6 +154,8 @@ __all__ = [
     "EvictionOrder",
     "EvictionPolicy",
     "RequestEnd",
+    "AdaptivePolicy",
+    "HintsPolicy",
     "SuspendCheapest",
     "SuspendYoungest",
     "PlainBatchTables",

@@ -167,7 +167,7 @@ class KVCacheManagerConfig:
     hit_curve_rate: float = 0.0
     snapshot_at_block_ends: bool = False
     snapshot_at_branches: bool = False
-    eviction_policy: str | Callable[[], EvictionPolicy] = "lru"
+    eviction_policy: str | Callable[[], EvictionPolicy] = "hints"
 
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...

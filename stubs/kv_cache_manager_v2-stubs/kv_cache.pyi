@@ -250,8 +250,11 @@ class KVCache(PageIndexViews):
         For use after `prefetch(GPU_LEVEL)`. Never blocks. False if a load has failed: `resume` raises then.
         """
 
-    def close(self) -> None:
+    def close(self, expect: str | None = None) -> None:
         """End the request: committed blocks stay cached, all other pages are freed. Idempotent, in any state.
+
+        `expect`: "more" if its conversation goes on, "end" if this was its last request, None if that is not known. The eviction
+        policy learns how often that is right: docs/eviction_policies.md. Raises ConfigError for anything else.
 
         Raises PageDataLostError, with the cache closed, if the request has computed with bytes lost by a failed load and no other
         call has raised it. On a poisoned manager only the handle is closed: `shutdown()` frees the pages.

@@ -59,7 +59,7 @@ def test_the_example_of_the_docs_is_a_policy() -> None:
         policy = rig.manager.eviction_policy
         rig.seed(toks(0, 8))
         assert {page.worth for page in rig.manager.shared.hierarchy.all_pages()} == {0}
-        assert [policy.class_of(RequestEnd(length, 600, 100)) for length in (8292, 8293)] == [0, 1]
+        assert [policy.class_of(RequestEnd(length, 100, b"", [], None, 8)) for length in (8292, 8293)] == [0, 1]
 
 
 class Broken(EvictionPolicy):

@@ -89,6 +89,13 @@ class KeepSmall(kvcm.DiskAdmission):
         print(page.reused_blocks, page.complete, page.priority, page.life_cycle)
 
 
+def learning() -> list[kvcm.EvictionPolicy]:
+    """The policies of the package."""
+    policy: kvcm.HintsPolicy | kvcm.AdaptivePolicy = kvcm.AdaptivePolicy()
+    trusted: bool = policy.trusted
+    return [policy, kvcm.HintsPolicy()] if trusted else []
+
+
 def serve(manager: kvcm.KVCacheManager, stream: Stream, prompt: kvcm.Tokens) -> None:
     """One request, and what is asked about it."""
     scope = kvcm.ReuseScope(7, salt=11)

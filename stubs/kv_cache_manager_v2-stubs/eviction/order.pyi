@@ -23,6 +23,7 @@ class EvictionOrder:
     """What all cells of a manager share. Policies set the credits, cells advance the clock."""
 
     clock: int
+    uniform: bool
     credits: list[int]
     classes: i64
     usual: int
