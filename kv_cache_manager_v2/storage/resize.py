@@ -319,8 +319,8 @@ class LevelResize:
 
 
 def _pages_above(cell: Cell, new: int) -> list[Page]:
-    """The pages in slots from `new` on, by slot id. O(pages of the cell)."""
+    """The pages in slots from `new` on that have memory, by slot id. O(pages of the cell)."""
     if cell.allocator.issued <= new:
         return []
-    by_slot = {page.slot: page for page in cell.pages() if page.slot >= new}
+    by_slot = {page.slot: page for page in cell.pages() if page.slot >= new and cell.has_memory(page)}
     return [by_slot[slot] for slot in sorted(by_slot)]
