@@ -11,7 +11,7 @@ from kv_cache_manager_v2.storage.page import Page
 from kv_cache_manager_v2.storage.resize import MOST_ATTEMPTS, LevelResize, ResizeResult
 from kv_cache_manager_v2.storage.resizing import LevelsResize
 from tests.storage.conftest import NewRig
-from tests.support.storage_rig import StorageRig, resize_level, resize_levels, wait_between
+from tests.support.storage_rig import StorageRig, resize_level, resize_levels, settle_all, wait_between
 
 
 def sizing_of(rig: StorageRig, level: int, slots: list[int]) -> LevelSizing:
@@ -302,3 +302,24 @@ def test_a_level_that_another_call_resizes_meanwhile_is_left_to_it(new_rig: NewR
     assert (results[-1].pool_group, results[-1].missing) == (-1, 0), "no pages are missing"
     rig.check()
     assert [rig.hierarchy.total(level, 0) for level in (0, 1)] == [5, 8]
+
+
+def test_a_shrink_leaves_pages_alone_that_lost_their_memory() -> None:
+    """A failed resize takes the memory of held pages. The level grows to some of their slots, and shrinks again."""
+    rig = StorageRig([[4], [4]])
+    held = [rig.held(value) for value in range(4)]
+    assert rig.hierarchy.acquire([4], []) is None
+    assert {page.level for page in held} == {1}
+    settle_all(rig)
+    rig.driver.fail("host_register", 1, None)
+    with pytest.raises(KVCacheError):
+        resize_level(rig.hierarchy, 1, rig.hierarchy.sizings[1].with_slots(rig.layout, [200]))
+    rig.driver.heal()
+    assert all(page.lost for page in held)
+    rig.hierarchy.release(held[0])
+    rig.hierarchy.release(held[2])
+    for slots in (3, 1):
+        assert resize_level(rig.hierarchy, 1, rig.hierarchy.sizings[1].with_slots(rig.layout, [slots]))
+        settle_all(rig)
+        rig.check()
+    rig.close()
