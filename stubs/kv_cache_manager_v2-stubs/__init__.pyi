@@ -10,16 +10,13 @@ from kv_cache_manager_v2.batch_tables import PlainBatchTables
 from kv_cache_manager_v2.build import BuildInfo, build_info
 from kv_cache_manager_v2.cold_pages import IKvCacheColdPageCodec, create_default_kv_cache_cold_page_codec
 from kv_cache_manager_v2.config import (
-    AttentionLayerConfig,
     BatchDesc,
-    BufferConfig,
     CacheTierConfig,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheDesc,
     KVCacheManagerConfig,
-    SsmLayerConfig,
     SwaScratchReuseConfig,
 )
 from kv_cache_manager_v2.device.driver import Driver
@@ -91,6 +88,7 @@ from kv_cache_manager_v2.ids import (
     TokenId,
 )
 from kv_cache_manager_v2.kv_cache import KVCache
+from kv_cache_manager_v2.layer_config import AttentionLayerConfig, BufferConfig, SsmLayerConfig
 from kv_cache_manager_v2.layout.arithmetic import HalfOpenRange, exact_div, typed_range
 from kv_cache_manager_v2.layout.explain import SizingLevel, SizingRow, SizingTable, explain_sizing
 from kv_cache_manager_v2.layout.life_cycle import AttnLifeCycle, LifeCycle

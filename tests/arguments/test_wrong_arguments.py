@@ -58,7 +58,10 @@ MADE_BY_US: Final = frozenset(
     }
 )
 
-# Records that users hand in; all others are handed out, and are what we put into them.
+# Modules whose records users make.
+CONFIGURATION: Final = ("config", "layer_config")
+
+# Other records that users hand in; all others are handed out, and are what we put into them.
 HANDED_IN: Final = frozenset({"MatchLimits", "MmItemContext", "LayerInfo"})
 
 
@@ -74,7 +77,7 @@ def asked(operation: Operation) -> bool:
         return False
     if operation.name == "__init__":
         if is_record(operation.owner):
-            return (operation.module == "config" and not is_abstract(operation.owner)) or operation.owner in HANDED_IN
+            return (operation.module in CONFIGURATION and not is_abstract(operation.owner)) or operation.owner in HANDED_IN
         return operation.owner not in MADE_BY_US and not is_abstract(operation.owner)
     if operation.owner == "LifeCycle" and operation.name in ASKED_BY_THE_PACKAGE:
         return False
@@ -126,7 +129,7 @@ def receiver(scene: Scene, operation: Operation) -> object:
     if operation.owner in RECEIVERS:
         return RECEIVERS[operation.owner](scene)
     (constructor,) = [each for each in operations() if each.owner == operation.owner and each.name == "__init__"]
-    if operation.module != "config":
+    if operation.module not in CONFIGURATION:
         return the_class(operation)()  # a record of zeros
     return the_class(operation)(**valid_arguments(scene, constructor))
 
