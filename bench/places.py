@@ -121,8 +121,9 @@ class ReturnToCopies(Work):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.bench = Bench(setting, 4 * EVICTED, 8 * EVICTED)
-        self.prompts = [prompt_tokens(EVICTED * BLOCK, serial) for serial in range(6)]
+        self.bench = Bench(setting, 4 * EVICTED, 64 * EVICTED)
+        slots = self.bench.manager.get_storage_statistics()[0].total  # a grain of memory has more than were asked for
+        self.prompts = [prompt_tokens(EVICTED * BLOCK, serial) for serial in range(slots // EVICTED + 2)]
         self.serial = 0
         self.cache: KVCache | None = None
         for _turn in range(3 * len(self.prompts)):

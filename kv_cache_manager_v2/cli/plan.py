@@ -33,9 +33,10 @@ knee, after which more memory pays less than on average up to the ceiling. Answe
 budget finds."""
 EPILOG: Final = """\
 With full attention the curve is exact at every size. With other layers it is simulated at --points sizes, and interpolated
-between them, since what such a request computes depends on what it finds. Colder tiers hold what has left the warmer ones, so tiers
-together find what one tier of their total size finds. A request longer than the cache finds its first blocks in the exact curve;
-kvcm replay skips it. Sizes are given in blocks, or in GiB with --bytes-per-token, as in kvcm replay."""
+between them, since what such a request computes depends on what it finds. Colder tiers hold what has left the warmer ones, as in
+kvcm replay --exclusive, so tiers together find what one tier of their total size finds; inclusive ones find less. A request longer
+than the cache finds its first blocks in the exact curve; kvcm replay skips it. Sizes are given in blocks, or in GiB with
+--bytes-per-token, as in kvcm replay."""
 
 
 def add_parser(tools: argparse._SubParsersAction[Any]) -> None:

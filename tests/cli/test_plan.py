@@ -118,7 +118,7 @@ def test_tiers_together_find_what_one_tier_of_their_size_finds(capsys: pytest.Ca
     tiers = ["--gpu-blocks", 28, "--host-gib", 0.5, "--bytes-per-token", 1 << 20, "--gpu-cost", 4, "--host-cost", 1.5]
     report = plan(capsys, trace, "--tokens-per-block", 16, *tiers)
     gpu, host = report["tiers"]
-    real = replay(capsys, trace, "--tokens-per-block", 16, "--gpu-blocks", 28, "--host-blocks", 32)
+    real = replay(capsys, trace, "--tokens-per-block", 16, "--gpu-blocks", 28, "--host-blocks", 32, "--exclusive")
     assert (gpu["blocks"], host["blocks"], gpu["gib"], host["gib"]) == (28, 32, 0.4375, 0.5)
     assert host["hit_ratio_so_far"] == real["last_half"]["hit_ratio"] == pytest.approx(gpu["hit_ratio"] + host["hit_ratio"])
     assert (gpu["cost"], host["cost"], host["cost_so_far"]) == (1.75, 0.75, 2.5)
