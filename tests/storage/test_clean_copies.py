@@ -235,6 +235,28 @@ def test_work_on_a_page_that_returns_keeps_both_of_its_slots() -> None:
     rig.close()
 
 
+def test_the_slot_of_a_page_that_returned_is_overwritten_only_after_the_load_has_read_it() -> None:
+    """The load is queued; the page returns and is dropped; a page whose bytes are ready gets the slot, and waits for the load."""
+    rig = StorageRig([[2], [1]], exclusive=False)
+    page = rig.cached(1)
+    evict_all(rig)
+    other, ready = rig.new(2), rig.new(3)
+    assert rig.timeline.done(ready.ready)
+    gate = rig.driver.gate(rig.stream)
+    rig.hierarchy.unlock(other, rig.timeline.record(rig.stream))  # its slot is free behind the gate
+    use(rig, page)
+    assert rig.hierarchy.acquire([1], []) is None
+    assert (page.level, rig.counters.pages_returned(1)) == (1, 1)
+    rig.hierarchy.drop(page)
+    rig.hierarchy.hold_locked(ready, ready.ready)
+    assert rig.hierarchy.acquire([2], []) is None
+    assert ready.level == 1
+    assert not rig.timeline.done(ready.ready), "the slot is still to be read by the load"
+    gate.open()
+    rig.expect(ready, 3)
+    rig.close()
+
+
 def test_a_page_that_is_loaded_leaves_no_copy_if_a_held_page_needs_the_slot() -> None:
     rig = StorageRig([[1], [1]], exclusive=False)
     page = rig.cached(1)
