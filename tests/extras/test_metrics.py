@@ -110,7 +110,7 @@ def test_each_number_is_the_managers() -> None:
         assert numbers["kvcm_cached_blocks", ()] == introspection.num_tree_blocks(manager) == 4
         assert numbers["kvcm_poisoned", ()] == numbers["kvcm_transfers_in_flight", ()] == 0
         configured = {labels for name, labels in numbers if name == "kvcm_config_info"}
-        assert [{"gpu,host", "lru", "blake3", "4"} <= set(labels) for labels in configured] == [True]
+        assert [{"gpu,host", "hints", "blake3", "4"} <= set(labels) for labels in configured] == [True]
 
 
 def test_events_and_the_curve_are_there_if_they_are_configured() -> None:

@@ -158,7 +158,14 @@ class RequestGrowth(RequestLife):
 
     def fork(self) -> None:
         rewind = self.setup.scratch_rewind
-        request = self.pick(lambda r: not r.named and r.width == 1 and (self.ssm is None or r.state_at == r.history))
+        request = self.pick(
+            lambda r: (
+                not r.named
+                and r.width == 1
+                and (self.ssm is None or r.state_at == r.history)
+                and r.cache.num_committed_tokens <= r.cache.history_length  # an interrupt may leave tokens committed ahead
+            )
+        )
         if request is None or len(self.open) >= MAX_OPEN:
             return
         if self.ssm is not None and not request.active and request.stream is None:
