@@ -23,6 +23,7 @@ INTERPRETED = (
     "config.py",
     "errors.py",
     "external_pages.py",
+    "layer_config.py",
     "extras/",
 )  # stated again on purpose: moving a module out of the group is a decision
 
