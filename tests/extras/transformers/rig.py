@@ -20,14 +20,16 @@ class Pair:
 
     def __init__(self, store: PagedStore, prompt: torch.Tensor, own: DynamicCache | None = None) -> None:
         self.model = store.model
+        self.one_by_one = store.one_by_one
         self.paged = store.open(prompt, reuse=own is not None)
         self.own = DynamicCache(config=self.model.config) if own is None else own
         assert self.paged.get_seq_length() == self.own.get_seq_length(), "another prefix was found"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """One pass over both. Returns the most likely next token of each row, of shape (rows, 1)."""
-        logits = compute(self.model, ids, self.paged)
-        assert torch.equal(logits, compute(self.model, ids, self.own)), "logits differ"
+        """One pass over both, or one for each token where the model needs that. Returns the most likely next tokens, (rows, 1)."""
+        for part in ids.split(1 if self.one_by_one and self.own.get_seq_length() > 0 else ids.shape[1], dim=1):
+            logits = compute(self.model, part, self.paged)
+            assert torch.equal(logits, compute(self.model, part, self.own)), "logits differ"
         return logits[:, -1:].argmax(-1)
 
     def decode(self, token: torch.Tensor, count: int) -> torch.Tensor:
