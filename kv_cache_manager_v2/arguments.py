@@ -340,6 +340,16 @@ def mapping(values: object, name: str, what: str) -> Mapping[object, object]:
     return values
 
 
+def check_maker(wanted: object, name: str, known: Mapping[str, object], kind: type) -> None:
+    """Raise ConfigError unless the value is one of the known names, or can be called, to make an object of class `kind`."""
+    good: bool = wanted in known if isinstance(wanted, str) else callable(wanted)
+    if not good:
+        raise ConfigError(
+            f"{name} is {shown(wanted)}; it must be one of {', '.join(known)}, or make a {kind.__name__} when it is called, as its "
+            "class does"
+        )
+
+
 # --- fields of a record
 #
 # They are read and written by name: an assigned value is an `object` until it is checked. The compiled build would raise its own

@@ -10,8 +10,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from kv_cache_manager_v2.arguments import instance, shown
-from kv_cache_manager_v2.errors import ConfigError
+from kv_cache_manager_v2.arguments import check_maker, instance
 
 MIN_WRITES: Final = 512  # pages of a kind that are written before its share of loads counts
 HALF_LIFE: Final = 8192  # written pages of a kind after which its counts are halved, so that old behaviour is forgotten
@@ -109,12 +108,7 @@ ADMISSIONS: Final[dict[str, type[DiskAdmission]]] = {"all": DiskAdmission, "seco
 
 def check_admission(wanted: object) -> None:
     """Raise ConfigError unless the value is the name of an admission, or can be called."""
-    known: bool = wanted in ADMISSIONS if isinstance(wanted, str) else callable(wanted)
-    if not known:
-        raise ConfigError(
-            f"admission of DiskCacheTierConfig is {shown(wanted)}; it must be one of {', '.join(ADMISSIONS)}, or make a "
-            "DiskAdmission when it is called, as its class does"
-        )
+    check_maker(wanted, "admission of DiskCacheTierConfig", ADMISSIONS, DiskAdmission)
 
 
 def make_admission(wanted: str | Callable[[], DiskAdmission]) -> DiskAdmission | None:

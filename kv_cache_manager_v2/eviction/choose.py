@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kv_cache_manager_v2.arguments import instance, shown
+from kv_cache_manager_v2.arguments import check_maker, instance
 from kv_cache_manager_v2.errors import ConfigError
 from kv_cache_manager_v2.eviction.adaptive import AdaptivePolicy, HintsPolicy
 from kv_cache_manager_v2.eviction.policy import EvictionPolicy
@@ -19,12 +19,7 @@ POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {
 
 def check_policy(wanted: object) -> None:
     """Raise ConfigError unless the value is the name of a policy, or can be called."""
-    known: bool = wanted in POLICIES if isinstance(wanted, str) else callable(wanted)
-    if not known:
-        raise ConfigError(
-            f"eviction_policy is {shown(wanted)}; it must be one of {', '.join(POLICIES)}, or make an EvictionPolicy when it is "
-            "called, as its class does"
-        )
+    check_maker(wanted, "eviction_policy", POLICIES, EvictionPolicy)
 
 
 def make_policy(wanted: str | Callable[[], EvictionPolicy]) -> EvictionPolicy:

@@ -437,7 +437,8 @@ class Planner:
                 plan.returns[cell.level].append(page)
         arrivals = plan.arrivals[cell.level]
         passing = {page for page in leaving if page.cell is not cell}
-        leaving[-len(passing) :] = [page for page in arrivals if page in passing]  # in eviction order again
+        own = len(leaving) - len(passing)  # pages of the level itself come first
+        leaving[own:] = [page for page in arrivals if page in passing]  # in eviction order again
         return short
 
     def _is_kept(self, page: Page) -> bool:
